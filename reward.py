@@ -3,16 +3,17 @@
 SPPO has no learned reward model. All that it learns from is this one bit, so a mistake here is taught to the policy: an
 answer paid by accident becomes a habit, and a right answer that is refused turns into noise for the critic. Hence:
 
-    * No box, an unfinished box, or a `<think>` that never ends: 0. Otherwise the last non-empty box after `</think>` decides.
+    * No box, an unfinished box, or a unclosed `<think>`: 0. Otherwise the last non-empty box after `</think>` decides.
     * Two candidates are no answer: "3 or 5", "x = 4 = 5" and "12 (or 35)" earn 0 unless the gold is that very list.
     * Cheap before clever: equal text, then exact fractions, then sets, tuples and matrices part by part, and only for a
       part that is none of these computer algebra (math-verify, which builds on sympy).
-    * `9^{9^{9^9}}` must not stall the training, so algebra runs in a process of its own, with a limit on time and memory.
+    * `9^{9^{9^9}}` must not stall the training, so algebra runs in its own process, with a limit on time and memory.
 
-What counts as equal is spelled out in `_same`. The trainer calls `start`, `read_gold` and `grade`. Needs Linux or macOS.
+What counts as equal is spelled out in `_same`. A trainer calls `start`, `read_gold` and `grade`. Needs Linux or macOS.
 """
 import contextlib
 import functools
+import itertools
 import logging
 import numbers
 import os
@@ -25,7 +26,7 @@ from fractions import Fraction
 from multiprocessing.connection import Connection, Pipe
 from typing import NamedTuple
 
-CPU_SECONDS, WALL_SECONDS = 1.5, 5.0  # an ordinary pair takes 0.03 s. CPU time, so that a busy machine changes no verdict
+CPU_SECONDS, WALL_SECONDS = 1.0, 3.0  # usual is 0.03 s. CPU time, so that a busy machine changes no verdict
 MEMORY_BYTES = 1 << 30
 MAX_CHARS, MAX_DEPTH = 2_000, 40  # no honest answer is longer, or has more brackets inside each other
 TOLERANCE = Fraction(1, 10_000)  # relative, and only for a gold such as 3.21, which somebody has rounded
@@ -39,7 +40,7 @@ class Verdict(NamedTuple):
     reason: str
 
 
-# ------------------------------------------------------------------------------------------------- finding the answer
+# --------------------------------------------------------------------------------------------------- finding the answer
 
 _BOX = r"\\(?:boxed|fbox)\s*\{"
 # What may stand between two boxes that form one list: at least one comma or word, or it is an answer given twice.
@@ -89,16 +90,16 @@ def _boxes(text):
     return sorted(found + [(start, None) for start, is_box in stack if is_box], key=lambda box: box[0])
 
 
-# ------------------------------------------------------------------------------------------------------ reading golds
+# -------------------------------------------------------------------------------------------------------- reading golds
 
 def read_gold(answer):
     r"""Return the gold answer of one data row as clean text; call it once a row, when the data is loaded.
 
-    Takes text (bare LaTeX, `$...$`, a GSM8K solution ending in `#### 72`, a solution with a box), a number, or a list of
-    one. Raises ValueError with a short reason for a gold that could not be earned: "empty", "unreadable: \frac{1", or an
-    integer above 2^53 that equals its own double. By chance few integers of that size do; all that a float has carried do,
-    and the float has rounded them: a 1 and 22 nines arrive as 20000000000000000000000. The price is that true ones (2^64
-    or 10^20 written out) are refused too. Write `2^{64}` or `1e20` to keep those.
+    Takes text (bare LaTeX, `$...$`, a GSM8K solution ending in `#### 72`, a solution with a box), a number, or a list
+    of one. Raises ValueError with a short reason for a gold that could not be earned: "empty", "unreadable: \frac{1",
+    or an integer above 2^53 that equals its own double. By chance few of that size do; all that a float carried do, and
+    it has rounded them: a 1 and 22 nines arrive as 20000000000000000000000. The price is that true ones (2^64 or 10^20
+    written out) are refused too. Write `2^{64}` or `1e20` to keep those.
     """
     gold = _gold_text(answer)
     value = _number(_join_thousands(gold)) if re.fullmatch(r"-?[\d,]+(?:\.0*)?", gold) else None
@@ -139,10 +140,11 @@ def _broken(text):
     return pairs[0] != pairs[1] or len(text) > MAX_CHARS or bool(re.search(incomplete + r"|[{}]", text))
 
 
-# ---------------------------------------------------------------------------------------------- one spelling for each thing
+# ------------------------------------------------------------------------------------------ one spelling for each thing
 
-_UNICODE = str.maketrans({"−": "-", "–": "-", "－": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "≈": "=",
-                          "∞": r"\infty ", "°": r"^\circ ", "²": "^2", "³": "^3", "√": r"\sqrt ", "½": r"\frac{1}{2}",
+_UNICODE = str.maketrans({"−": "-", "–": "-", "－": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ",
+                          "≈": "=", "∞": r"\infty ", "°": r"^\circ ", "²": "^2", "³": "^3", "√": r"\sqrt ",
+                          "½": r"\frac12",
                           "，": ", ", "、": ", ", "；": ";", "％": "%", "（": "(", "）": ")", "±": r"\pm ", "≤": r"\le ",
                           "≥": r"\ge ", "∪": r"\cup ", "\xa0": " ", **dict(zip("０１２３４５６７８９", "0123456789"))})
 _TEXT = r"\\(?:text[a-z]*|math[a-z]+|[mhf]box|boxed|operatorname|emph)\s*\{([^{}]*)\}"
@@ -192,7 +194,7 @@ def _strip_unit(text):
 
 
 def _number(text):
-    r"""Read 42, 27.0, .5, 6e23, 4.5 \times 10^{33}, 7/2, -3\frac{1}{2} or 50% as (exact value, rounded, per cent), or None."""
+    r"""Read 42, 27.0, .5, 6e23, 4.5 \times 10^{33}, 7/2, -3\frac12 or 50% as (value, rounded, per cent), or None."""
     text = re.sub(r"\s*(?:\\times|\\cdot|\*)\s*10\^\{?([-+]?\d{1,3})\}?", r"e\1", _strip_unit(text))
     text = re.sub(r"^([-+]?)10\^\{?([-+]?\d{1,3})\}?$", r"\g<1>1e\2", text)
     text = re.sub(r"\\frac\{\s*(-?)\s*(\d+)\s*\}\{\s*(\d+)\s*\}", r"\1 \2/\3", text)
@@ -206,7 +208,7 @@ def _number(text):
 
 
 def _same_number(gold, value, percent):
-    """Equal, or within the tolerance if the gold is a rounded decimal. Where one of the two has a %, 50 and 0.5 both fit."""
+    """Equal, or within the tolerance if the gold is a rounded decimal. Where only one has a %, 50 and 0.5 both fit."""
     size, rounded, gold_percent = gold
     values = [value] if percent == gold_percent else [value, value * 100 if gold_percent else value / 100]
     return any(abs(size - value) <= (TOLERANCE * max(abs(size), abs(value)) if rounded else 0) for value in values)
@@ -220,15 +222,15 @@ _EQUALS = r"(?<![<>!\\])="
 def _same(gold, answer, algebra):
     """Tell whether two pieces of cleaned LaTeX mean the same; algebra(gold, answer) decides what is left over.
 
-    Lists and sets match in any order; tuples, intervals and matrices place by place. A name in front (x = 5) is dropped. In
-    a chain of equals signs each member must be right. A base belongs to the number: 1011_2 is neither 1011 nor 11, because
-    an echo of the question must not pay when it asks for 11 in base 2.
+    Lists and sets match in any order; tuples, intervals, matrices place by place. A name in front (x = 5) is dropped.
+    In a chain of equals signs each member must be right. A base belongs to the number: 1011_2 is neither 1011 nor 11,
+    because an echo of the question must not pay when it asks for 11 in base 2.
     """
     if _compact(gold) == _compact(answer):
         return True
-    value, other = _number(gold), _number(answer)
-    if value and other:
-        return _same_number(value, other[0], other[2])
+    number, other = _number(gold), _number(answer)
+    if number and other:
+        return _same_number(number, other[0], other[2])
     (kind, parts), (answer_kind, answer_parts) = _split(gold), _split(answer)
     kinds = {kind, answer_kind}
     if "=" in kinds and "list" not in kinds:
@@ -277,7 +279,7 @@ def _same_atom(gold, answer, algebra):
 
 
 def _split(text):
-    """Return (kind, parts): "list", "=", "union", "set", "()", "[]", "(]", "[)", "matrix 2" (columns), or "" for one value."""
+    """Return (kind, parts); kind is "list", "=", "union", "set", "()", "(]" ..., "matrix ...", or "" for one value."""
     # "10,000, 20,000": where some commas have a blank behind them, those without one group digits
     comma = r"(?<!\d),|,(?!\d{3}(?!\d))|;" if ", " in text else "[,;]"
     for kind, separator in (("list", comma), ("=", _EQUALS), ("union", r"\\cup(?![a-z])")):
@@ -323,7 +325,7 @@ def _same_either_way(gold, answer, algebra):
     return _same(*joined, algebra) or joined != (gold, answer) and _same(gold, answer, algebra)
 
 
-# -------------------------------------------------------------------------------------- algebra, in a process of its own
+# ------------------------------------------------------------------------------------- algebra, in a process of its own
 
 # Cheap to see, so most of them cost nothing. What gets past is killed by the worker's limits.
 _MONSTER = re.compile(r"(?:\^[{(]*\d+){3}|\^[{(]*-?\d{5}|\d{4,}[)}]*!|!\)*!")
@@ -345,28 +347,28 @@ def _algebra(gold, answer):
         basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False))
     parsed = []
     for text in (gold, answer):
-        # Decimals become fractions, so that nothing is compared as a float. Two numbers side by side, "12 (35)", would be
-        # added up as if they were a mixed number, and words would be read as a product of letters.
+        # Decimals become fractions, so that nothing is compared as a float. Two numbers side by side, "12 (35)", would
+        # be added up like a mixed number, and words would be read as a product of letters: both are refused.
         exact = re.sub(r"(\d*)\.(\d+)", lambda d: rf"{{\frac{{{d[1]}{d[2]}}}{{{10 ** len(d[2])}}}}}", text)
-        found = [] if re.search(r"\d\s+\(?\d|\\text|\\mbox", exact) else parse(
-            f"${exact}$", [config], fallback_mode="no_fallback", parsing_timeout=None)  # its alarm needs the main thread
+        found = [] if re.search(r"(?<![_\d])\d+\s+\(?\d|\\text|\\mbox", exact) else parse(
+            f"${exact}$", [config], fallback_mode="no_fallback", parsing_timeout=None)  # _solve has a better one
         if not found:
             raise ValueError(f"unreadable: {text[:40]}")
         parsed.append(found[0])
     number = _number(gold)
     if number and number[1] and parsed[1].is_number:
         return _same_number(number, Fraction(str(parsed[1].evalf(30))), number[2])
-    return verify(*parsed, timeout_seconds=None, allow_set_relation_comp=True)
+    return verify(*parsed, timeout_seconds=None, allow_set_relation_comp=True, raise_on_error=True)
 
 
 _EXIT_REASONS = "wrong", "right", "unreadable"  # by exit code
-# Equal pairs, read before the first fork: what sympy and the parser load and cache for them, each copy has from the start.
-_WARM_UP = ((r"\frac{\sqrt{3}}{3}x", r"\frac{x}{\sqrt{3}}"), (r"\sin(\pi)+3i", "3i"), ("y=2x+3", "2x-y+3=0"), ("x<5", "5>x"),
-            ("(a+5)(b+2)", "ab+2a+5b+10"), (r"x^5-x^4+\cot x", r"\cot x+x^4(x-1)"), ("2", r"\log_2 4"))
+# Equal pairs, compared before the first fork: what sympy and the parser load and cache for them, each copy then has.
+_WARM_UP = ((r"\frac{\sqrt{3}}{3}x", r"\frac{x}{\sqrt{3}}"), (r"\sin(\pi)+3i", "3i"), ("y=2x+3", "2x-y+3=0"),
+            ("x<5", "5>x"), ("(a+5)(b+2)", "ab+2a+5b+10"), (r"x^5-x^4+\cot x", r"\cot x+x^4(x-1)"), ("2", r"\log_2 4"))
 
 
 def _solve(gold, answer):
-    """Answer one task by this process's exit code; the kernel ends it when the time is up, which no bigint loop can delay."""
+    """Answer one task by this process's exit code. The kernel ends it in time, which no bigint loop can delay."""
     signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
     signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)
     try:
@@ -405,11 +407,11 @@ class _Worker:
         self.lock, self.process, self.channel = threading.Lock(), None, None
 
     def start(self):
-        # poll() also says "ended" in a forked copy of the training process, which must not talk through its parent's pipe
+        # poll() says "ended" in a forked copy of the training process too; it must not talk through its parent's pipe
         if self.process and self.process.poll() is None:
             return
         self.channel, theirs = Pipe()
-        # A new interpreter that runs this file, so the caller's threads, CUDA context and __main__ do not come along. In a
+        # A new interpreter that runs this file: the caller's threads, CUDA context and __main__ do not come along. In a
         # session of its own, because Ctrl-C is for the trainer, which may still have answers to grade.
         self.process = subprocess.Popen(
             [sys.executable, os.path.abspath(__file__), str(theirs.fileno())], pass_fds=[theirs.fileno()],
@@ -444,8 +446,8 @@ _worker = _Worker()
 
 
 def start():
-    """Start the worker and wait until it is ready (about 1 s). Call it before CUDA is initialised; otherwise the first answer
-    that needs algebra does. Raises RuntimeError with the reason, such as a missing math-verify."""
+    """Start the worker and wait until it is ready (1 to 2 s), best before CUDA is initialised. Without this call, the
+    first answer that needs algebra does it. Raises RuntimeError with the reason, such as a missing math-verify."""
     with _worker.lock:
         _worker.start()
 
@@ -472,7 +474,8 @@ def _judge(response, gold):
     answer, reason = _extract(response)
     if answer is None:
         return reason
-    if len(answer) > MAX_CHARS:
+    depth = max(itertools.accumulate((char in "([{") - (char in ")]}") for char in answer))
+    if len(answer) > MAX_CHARS or depth > MAX_DEPTH:
         return "unreadable"
     gold, answer = _clean(_gold_text(gold)), _clean(answer)
     try:
@@ -484,7 +487,7 @@ def _judge(response, gold):
 def grade(responses, golds):
     """Grade a batch.
 
-    Arguments: responses, the decoded texts (None counts as no answer); golds, the gold of each, as read_gold returns it.
+    Arguments: responses, the decoded texts (None is no answer); golds, the gold of each, as read_gold returns it.
     Returns one Verdict(reward, reason) each. "timed out" also stands for an answer that ran out of memory.
     Policy: what cannot be read, on either side, earns 0; what `_same` calls equal earns 1.
     Raises ValueError if the lengths differ, and never for what the texts contain.

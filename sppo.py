@@ -99,9 +99,10 @@ class Config:
     batch_size: int = flag(128, "prompts a step (over all processes)")
     mini_batch_size: int = flag(32, "prompts an optimizer step (over all processes)")
     epochs: int = flag(1, "passes over each batch")
-    lr: float = flag(1e-6, "policy's learning rate (AdamW, constant after the warm-up)")
+    lr: float = flag(1e-6, "policy's learning rate (AdamW)")
     critic_lr: float = flag(5e-6, "critic's learning rate")
     lr_warmup: int = flag(0, "steps over which both learning rates rise linearly")
+    lr_decay: bool = flag(False, "let both learning rates fall linearly to 0 at the last step (off: constant)")
     critic_warmup: int = flag(0, "first steps in which the critic alone learns")
     weight_decay: float = flag(0.01, "AdamW's weight decay")
     max_grad_norm: float = flag(1.0, "gradient norm above which gradients are scaled down")
@@ -148,8 +149,8 @@ class Config:
 # The published recipes, and what suits smaller machines: chosen by the end of the model's name, flags win over them.
 RECIPES = {
     "toy/model": dict(dataset=str(HERE / "toy/train.jsonl"), eval_dataset=str(HERE / "toy/test.jsonl"), instruction="",
-                steps=60, batch_size=256, mini_batch_size=64, lr=1e-3, critic_lr=1e-3, max_prompt_tokens=64,
-                max_response_tokens=64, eval_samples=2, eval_greedy=True, eval_every=20),
+                steps=100, batch_size=256, mini_batch_size=64, lr=1e-3, critic_lr=1e-3, lr_decay=True, max_prompt_tokens=64,
+                max_response_tokens=64, eval_samples=4, eval_greedy=True, eval_every=20),
     "Qwen2.5-0.5B": dict(critic_layers=12, gradient_checkpointing=True),
     "DeepSeek-R1-Distill-Qwen-1.5B": dict(
         batch_size=256, mini_batch_size=128, lr=1e-6, critic_lr=5e-6, weight_decay=0.01, max_prompt_tokens=1024,
@@ -569,8 +570,8 @@ def train(cfg: Config, policy: Policy, critic: Critic | None, optimizers: dict, 
     for step in range(start + 1, cfg.steps + 1):
         seed_everything(cfg.seed, step)
         for name, optimizer in optimizers.items():
-            rise = min(1.0, step / max(1, cfg.lr_warmup))
-            optimizer.param_groups[0]["lr"] = rise * (cfg.lr if name == "policy" else cfg.critic_lr)
+            scale = min(1.0, step / max(1, cfg.lr_warmup)) * (1 - (step - 1) / cfg.steps if cfg.lr_decay else 1)
+            optimizer.param_groups[0]["lr"] = scale * (cfg.lr if name == "policy" else cfg.critic_lr)
         clock = Clock()
         ro = Rollout(batch_of(problems, cfg, step))
         with gathered(policy, critic):
@@ -684,7 +685,7 @@ class Log:
     """What a person sees and what stays: the progress bar, decoded samples, metrics.jsonl. Only process 0 writes."""
 
     def __init__(self, cfg: Config, out: Path, start: int):
-        self.cfg, self.path, self.rows, self.same, self.bad = cfg, out / "metrics.jsonl", [], 0, 0
+        self.cfg, self.path, self.rows, self.bad = cfg, out / "metrics.jsonl", [], 0
         if start and self.path.exists():  # rows written after the checkpoint belong to steps that are done again
             lines = self.path.read_text().splitlines()
             self.rows = [r for r in map(json.loads, filter(whole_json, lines)) if r["step"] <= start]
