@@ -38,6 +38,8 @@ import shutil
 import signal
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -686,9 +688,9 @@ class Log:
 
     def __init__(self, cfg: Config, out: Path, start: int):
         self.cfg, self.path, self.rows, self.bad = cfg, out / "metrics.jsonl", [], 0
-        if start and self.path.exists():  # rows written after the checkpoint belong to steps that are done again
+        if self.path.exists():  # rows written after the checkpoint belong to steps that are done again
             lines = self.path.read_text().splitlines()
-            self.rows = [r for r in map(json.loads, filter(whole_json, lines)) if r["step"] <= start]
+            self.rows = [r for r in map(json.loads, filter(whole_json, lines)) if r["step"] <= start > 0]
             if rank() == 0:
                 replace_file(self.path, "".join(json.dumps(r) + "\n" for r in self.rows))
         self.bar = tqdm(total=cfg.steps, initial=start, desc="training", unit="step", disable=rank() > 0,
@@ -720,10 +722,12 @@ class Log:
                     + ("easier problems, a longer --max-response-tokens, an example in the prompt, or a stronger model."
                        if row["reward"] == 0 else "harder problems."), self.bar)
         skipped = row["policy_skipped"] + row["critic_skipped"]
-        self.bad = self.bad + 1 if skipped and not (row["policy_grad_norm"] or row["critic_grad_norm"]) else 0
+        lost = any(row[f"{m}_skipped"] and not row[f"{m}_grad_norm"] for m in ("policy", "critic"))
+        self.bad = self.bad + 1 if lost else 0
         if skipped:
             say(f"note: step {row['step']}: {skipped} update(s) skipped, the gradient was not finite", self.bar)
         if self.bad == 3:
+            self.bar.close()
             raise RunFailed("the gradients of 3 steps in a row were not finite: lower --lr or --critic-lr. The weights "
                             f"are those of the last finite update; checkpoints are in {self.path.parent}")
 
@@ -808,13 +812,11 @@ def load_problems(name: str, split: str, cfg: Config, tok, critic_tok) -> list[P
 def read_rows(name: str, split: str) -> list[dict]:
     """The rows of a local file as they lie, or of a hub data set NAME[:CONFIG[:SPLIT]]."""
     path, kind = Path(name).expanduser(), Path(name).suffix.lower()
-    if kind not in (".jsonl", ".json", ".csv", ".parquet"):
-        if path.exists():
-            raise UserError(f"{name}: not a .jsonl, .json, .csv or .parquet file")
+    if on_hub(name):
         return read_hub(name, split)
     try:
         if kind == ".jsonl":
-            rows = [json.loads(line) for line in path.read_text("utf-8-sig").splitlines() if line.strip()]
+            rows = [json.loads(line) for line in path.read_text("utf-8-sig").split("\n") if line.strip()]
         elif kind == ".json":
             rows = json.loads(path.read_text("utf-8-sig"))
             rows = rows if isinstance(rows, list) else next((v for v in rows.values() if isinstance(v, list)), [])
@@ -822,15 +824,32 @@ def read_rows(name: str, split: str) -> list[dict]:
             csv.field_size_limit(2**30)
             with open(path, newline="", encoding="utf-8-sig") as file:
                 rows = list(csv.DictReader(file))
-        else:
+        elif kind == ".parquet":
             import pyarrow.parquet  # comes with `datasets`
             rows = pyarrow.parquet.read_table(path).to_pylist()
-    except (OSError, ValueError, AttributeError) as error:
+        else:
+            raise UserError(f"{name}: not a .jsonl, .json, .csv or .parquet file")
+    except (OSError, ValueError, AttributeError, csv.Error) as error:
         raise UserError(f"{name}: cannot be read: {first_line(error)}") from None
     rows = [row for row in rows if isinstance(row, dict)]
     if not rows:
         raise UserError(f"{name}: no rows in it")
     return rows
+
+
+def ask_the_hub(cfg: Config) -> None:
+    """Without a network the hub's library tries again for a minute. Asked once, before that is imported, it need not."""
+    if on_hub(cfg.dataset) or not all(Path(resolve(m)).is_dir() for m in (cfg.model, cfg.critic_model or cfg.model)):
+        try:
+            urllib.request.urlopen(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5).close()
+        except urllib.error.HTTPError:
+            pass  # an answer, whatever it says
+        except OSError:
+            os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def on_hub(name: str) -> bool:
+    return Path(name).suffix.lower() not in (".jsonl", ".json", ".csv", ".parquet") and not Path(name).exists()
 
 
 def read_hub(name: str, split: str) -> list[dict]:
@@ -884,14 +903,13 @@ def render(prompt: str | list[dict], tok, instruction: str) -> str:
         turns[-1]["content"] += "\n" + instruction
     if not tok.chat_template:
         return "\n".join(t["content"] for t in turns) + "\n"
-    how = dict(tokenize=False, add_generation_prompt=True)
     try:
-        return tok.apply_chat_template(turns, **how)
+        return tok.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     except Exception:  # some templates refuse a system turn: it moves into the user's first
         if turns[0]["role"] != "system" or len(turns) < 2:
             raise ValueError("the chat template refuses this prompt") from None
-        turns[1]["content"] = turns[0]["content"] + "\n" + turns[1]["content"]
-        return tok.apply_chat_template(turns[1:], **how)
+    turns[1]["content"] = turns[0]["content"] + "\n" + turns[1]["content"]
+    return render(turns[1:], tok, "")
 
 
 def encode(texts: list[str], tok) -> list[torch.Tensor]:
@@ -903,9 +921,8 @@ def encode(texts: list[str], tok) -> list[torch.Tensor]:
 
 def split_problems(cfg: Config, tok, critic_tok) -> tuple[list[Problem], list[Problem]]:
     """Training and evaluation problems, none in both. Without an evaluation set of its own, a tenth is held out."""
-    on_hub = Path(cfg.dataset).suffix.lower() not in (".jsonl", ".json", ".csv", ".parquet")
     problems = load_problems(cfg.dataset, "train", cfg, tok, critic_tok)
-    if cfg.eval_dataset or on_hub:
+    if cfg.eval_dataset or on_hub(cfg.dataset):
         held = load_problems(cfg.eval_dataset or cfg.dataset, "test", cfg, tok, critic_tok)
         order = torch.randperm(len(held), generator=torch.Generator().manual_seed(0)).tolist()
         held, name = [held[i] for i in order[: cfg.eval_size]], cfg.eval_dataset or f"{cfg.dataset}, test split"
@@ -950,9 +967,10 @@ def load_tokenizer(name: str, cfg: Config):
     try:
         tok = AutoTokenizer.from_pretrained(source, trust_remote_code=cfg.trust_remote_code)
         file = cached_file(source, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+        right = Tokenizer.from_file(file).encode(probe, add_special_tokens=False).ids if file else plain_ids(tok, probe)
     except Exception as error:  # OSError, ValueError, KeyError, ImportError, ...: one line each
         raise UserError(f"{name}: no usable tokenizer: {first_line(error)}") from None
-    if file and Tokenizer.from_file(file).encode(probe, add_special_tokens=False).ids != plain_ids(tok, probe):
+    if right != plain_ids(tok, probe):
         say(f"tokenizer: this transformers release rebuilds it wrongly; using {name}'s own tokenizer.json")
         template = tok.chat_template
         tok = PreTrainedTokenizerFast(tokenizer_file=file, **tok.special_tokens_map)
@@ -999,9 +1017,7 @@ def build(cfg: Config):
     lm = load(AutoModelForCausalLM, cfg.model, cfg)
     tok.end_ids = find_end_ids(tok, lm)
     tok.pad_id = tok.pad_token_id if tok.pad_token_id is not None else min(tok.end_ids)
-    if max(tok.get_vocab().values()) >= lm.get_input_embeddings().weight.shape[0]:
-        raise UserError(f"{cfg.model}: the tokenizer has ids that the model has no embedding for; they do not belong "
-                        "together")
+    check_vocabulary(tok, lm, cfg.model)
     policy, critic, critic_tok = Policy(lm, cfg.temperature), None, tok
     check_head(policy, tok)
     lm.saved_dtype = AutoConfig.from_pretrained(resolve(cfg.model), trust_remote_code=cfg.trust_remote_code).dtype
@@ -1014,6 +1030,7 @@ def build(cfg: Config):
         if cfg.algorithm == "ppo" and critic_tok is not tok:
             raise UserError("--algorithm ppo values each response token: its critic needs the policy's tokenizer")
         backbone = load(AutoModel, name, cfg)
+        check_vocabulary(critic_tok, backbone, name)
         try:
             critic = Critic(keep_first_layers(backbone, cfg.critic_layers) if cfg.critic_layers else backbone).eval()
         except ValueError as error:
@@ -1023,6 +1040,11 @@ def build(cfg: Config):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy, critic = (shard(m, cfg) for m in (policy, critic))
     return policy, critic, tok, critic_tok
+
+
+def check_vocabulary(tok, model: nn.Module, name: str) -> None:
+    if max(tok.get_vocab().values()) >= model.get_input_embeddings().weight.shape[0]:
+        raise UserError(f"{name}: the tokenizer has ids that the model has no embedding for; they do not belong together")
 
 
 @torch.no_grad()
@@ -1205,7 +1227,7 @@ def checkpoints(out: Path) -> list[Path]:
     return sorted(p for p in out.glob("checkpoint-*") if p.is_dir())
 
 
-def newest_checkpoint(out: Path) -> Path:
+def newest_checkpoint(out: Path) -> Path | None:
     """The newest checkpoint whose files all have the size they were written with; others are named and passed over."""
     for folder in reversed(checkpoints(out)):
         try:
@@ -1216,7 +1238,9 @@ def newest_checkpoint(out: Path) -> Path:
         if not broken:
             return folder
         say(f"resume: {folder} is incomplete ({', '.join(broken)}); trying the one before")
-    raise UserError(f"--resume {out}: no whole checkpoint in it")
+    if checkpoints(out):
+        raise UserError(f"--resume {out}: no whole checkpoint in it")
+    say(f"resume: {out} has no checkpoint yet; from the beginning")
 
 
 def restore(folder: Path, models: dict, optimizers: dict) -> int:
@@ -1250,8 +1274,8 @@ class StopRequest:
 
     def handle(self, signum, frame):
         self.signum = signum
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for again in (signal.SIGINT, signal.SIGTERM):  # torchrun passes the terminal's Ctrl-C on a second time
+            signal.signal(again, signal.SIG_DFL if world() == 1 else signal.SIG_IGN)
         say("stopping after this step (once more: at once)")
 
 
@@ -1274,6 +1298,8 @@ def parse(argv: list[str]) -> Config:
         if not file.is_file():
             raise UserError(f"--resume {given['resume']}: no run there (no config.json)")
         saved = json.loads(file.read_text()) | {"out": given["resume"]}
+        if not saved.keys() <= {f.name for f in dataclasses.fields(Config)}:
+            raise UserError(f"--resume {given['resume']}: not a run's folder (it is the one that holds checkpoint-*)")
     model = given.get("model", saved.get("model", Config.model))
     recipe = next((r for name, r in RECIPES.items() if model.rstrip("/").removesuffix("-Instruct").endswith(name)), {})
     cfg = Config(**{**recipe, **saved, **given})
@@ -1319,6 +1345,7 @@ def run(argv: list[str]) -> None:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if cfg.device.startswith("cuda") else "gloo")
     out = choose_folder(cfg)
+    ask_the_hub(cfg)
     folder = newest_checkpoint(out) if cfg.resume else None
     say(f"{cfg.algorithm} on {cfg.model}, {world()} process(es) on {cfg.device}; folder {out}")
     policy, critic, tok, critic_tok = build(cfg)

@@ -25,7 +25,7 @@ def B(answer):
 
 
 def why(response, gold):
-    return grade([response], [gold])[0].reason
+    return grade([response], [gold])[0][1]
 
 
 BOXES = [
@@ -38,7 +38,7 @@ BOXES = [
     (r"\boxed{2} or \boxed{-2}", "-2", 0), (r"$x=\boxed{2}$ or $x=\boxed{-2}$", "-2", 0),
     (r"\boxed{6} fits the form \boxed{}", "6", 1), (r"\boxed{6} fits the form \boxed{...}", "6", 1),
     (r"\boxed{6", "6", 0), (r"\boxed{\sqrt{6}", r"\sqrt{6}", 0), (r"\boxed{6}, or to be exact \boxed{6", "6", 0),
-    (r"\boxed{6 oops. \boxed{7}", "7", 1),
+    ("\\boxed{6 oops.\nAgain: \\boxed{7}", "7", 1), (r"\boxed{6 + \boxed{7}", "7", 0),
     ("The answer is 6.", "6", 0), ("**6**", "6", 0), ("Put the answer in a box: \\boxed{}. It is 6.", "6", 0),
     ("", "6", 0), (None, "6", 0), (6, "6", 0), (b"\\boxed{6}", "6", 0),
     ("所以答案是 \\(\\boxed{6}\\)。", "6", 1),
@@ -48,9 +48,11 @@ BOXES = [
 ]
 
 GOLDS = [
-    (B(r"\frac37"), r"$\frac{3}{7}$", 1), (B(r"\frac37"), r"\dfrac{3}{7}", 1), (B("96"), "8*12=<<8*12=96>>96\n#### 96", 1),
+    (B(r"\frac37"), r"$\frac{3}{7}$", 1), (B(r"\frac37"), r"\dfrac{3}{7}", 1),
+    (B("96"), "8*12=<<8*12=96>>96\n#### 96", 1),
     (B("12500"), "#### 12,500", 1), (B("3"), 3, 1), (B("3"), 3.0, 1), (B("3"), ["3"], 1),
-    (B(r"\frac{3"), r"\frac{3", 0), (B(r"\frac{3}{7}"), r"\frac{3", 0), (B("2"), r"\sqrt{2", 0), (B(r"\frac{3}"), r"\frac{3}", 0),
+    (B(r"\frac{3"), r"\frac{3", 0), (B(r"\frac{3}{7}"), r"\frac{3", 0), (B("2"), r"\sqrt{2", 0),
+    (B(r"\frac{3}"), r"\frac{3}", 0),
     (B("None"), None, 0), (B(""), "", 0), (B("nan"), float("nan"), 0), (B("1, 2"), ["1", "2"], 0), (B("True"), True, 0),
     (B("2"), r"2\pi", 0), (B(r"\pi"), r"2\pi", 0), (B("3"), r"\sqrt{3}", 0), (B(r"\frac{3}{4}"), r"20 \frac{3}{4}", 0),
 ]
@@ -62,10 +64,17 @@ NUMBERS = [
     (B(r"4\frac{1}{4}"), "4.25", 1), (B(r"\frac{17}{4}"), r"4 \frac14", 1), (B("-4 1/4"), "-4.25", 1),
     (B(r"\frac{-1}{4}"), r"-\frac14", 1), (B("1/4"), r"\tfrac14", 1), (B("2/8"), "1/4", 1), (B("1/0"), "5", 0),
     (B(r"7.2 \times 10^{18}"), "7.2e18", 1), (B(r"10^{-3}"), "0.001", 1), (B("7.2e18"), r"7.3 \cdot 10^{18}", 0),
-    (B("75"), r"75\%", 1), (B(r"75\%"), "75", 1), (B("0.75"), r"75\%", 1), (B(r"75\%"), "0.75", 1), (B("7.5"), r"75\%", 0),
+    (B("75"), r"75\%", 1), (B(r"75\%"), "75", 1), (B("0.75"), r"75\%", 1), (B(r"75\%"), "0.75", 1),
+    (B("7.5"), r"75\%", 0),
     (B("2.7183"), "2.71828", 1), (B("2.72"), "2.71828", 0), (B("0.6667"), r"\frac23", 0), (B("41.9999"), "42", 0),
     (B("2.6458"), r"\sqrt{7}", 0), (B(r"\sqrt{7}"), "2.64575", 1), (B(r"\sqrt{7}"), "2.6", 0),
     (B("300000000000000001"), "300000000000000000", 0), (B("300000000000000000"), "300000000000000000", 1),
+    (B("1 061"), "1061", 0), (B("10,61"), "1061", 0), (B("-0"), "0", 1), (B("45e32"), "4.5E33", 1),
+    (B("1e9999999"), "5", 0),
+    (B("3.2101"), "3.21", 1), (B("3.22"), "3.21", 0), (B("8.0001"), "8.0", 0), (B(r"0.75\%"), "75", 0),
+    (B(r"\frac34"), r"75\%", 1),
+    (B(r"3\frac14"), r"20 \frac14", 0), (B("5"), r"20 \frac14", 0), (B("20.25"), r"20 \frac14", 1),
+    (B("81/4"), r"20\frac{1}{4}", 1),
 ]
 
 HEDGES = [
@@ -74,11 +83,20 @@ HEDGES = [
     (B(r"4 \text{ perhaps fifteen}"), "4", 0), (B(r"4 \text{ or } 5"), "5, 4", 1), (B("x = 3 = 4"), "4", 0),
     (B("x = 4 = 3"), "4", 0), (B(r"x = \frac{8}{2} = 4"), "4", 1), (B("A or C"), "A", 0), (B(r"4 \text{或} 5"), "4", 0),
     (B(r"4\quad 5"), "4", 0), (B(r"4 \neq 5"), "4", 0), (B("4 vs 5"), "4", 0), (B(r"\text{east or west}"), "east", 0),
+    (B(r"4 \lor 5"), "4", 0), (B(r"4 \to 5"), "4", 0), (B(r"4 \Rightarrow 5"), "5", 0), (B("4|5"), "4", 0),
+    (B("4~5"), "4", 0),
+    (B(r"4 \text{ 5}"), "4", 0), (B(r"4 \text{, maybe 5}"), "4", 0), (B(r"4 \approx 5"), "4", 0),
+    (B(r"4 \\ 5"), "4", 0),
+    (B(r"x \in \{4, 5\}"), "4", 0), (B(r"x = 4 \text{ or } x = 5"), "5, 4", 1), (B(r"x = 4,\ y = 5"), "4", 0),
+    (B(r"4 \text{thirty-five}"), "4", 0), (B(r"\{4\} \cup \{5\}"), "4", 0),
+    (B(r"4, \ldots"), "4", 0),
+    (B(r"\pm 0"), "0", 0), (B("x > 4"), "4", 0), (B(r"x \ne 4"), "4", 0), (B("4\n5"), "4", 0), (B("(D) 4"), "4", 0),
 ]
 
 SHAPES = [
     (B("(4, -7)"), "(4,-7)", 1), (B("(-7, 4)"), "(4,-7)", 0), (B("(8,-7)"), "(4,-7)", 0), (B("4, -7"), "(4,-7)", 1),
     (B("-7, 4"), "4, -7", 1), (B(r"\{-7, 4\}"), r"\{4, -7\}", 1), (B(r"\{4\}"), "4", 1), (B("4, 4"), "4, -7", 0),
+    (B("4, -7"), "4, 4", 0),
     (B("[1,4)"), "[1,4)", 1), (B("[1,4]"), "[1,4)", 0), (B(r"(-\infty, 4]"), r"(-\infty,4]", 1),
     (B(r"[1,4]"), r"x \in [1,4]", 1), (B(r"1 \le x \le 4"), "[1,4]", 1), (B("1 < x < 4"), "[1,4]", 0),
     (B(r"(3,4) \cup (1,2)"), r"(1,2) \cup (3,4)", 1), (B("(1,2)"), r"(1,2) \cup (3,4)", 0),
@@ -91,31 +109,47 @@ SHAPES = [
 
 NAMES_UNITS_WORDS = [
     (B("n = 31"), "31", 1), (B("31"), "n = 31", 1), (B("31 = n"), "n = 31", 1), (B("m = 31"), "n = 31", 0),
-    (B(r"\text{Area} = 31"), "31", 1), (B("(a,b) = (1,2)"), "(1,2)", 1), (B("3n - 1"), "f(n) = 3n-1", 1), (B("3n = 31"), "31", 0),
+    (B(r"\text{Area} = 31"), "31", 1), (B("(a,b) = (1,2)"), "(1,2)", 1), (B("3n - 1"), "f(n) = 3n-1", 1),
+    (B("3n = 31"), "31", 0),
     (B("4x+6y-2=0"), "2x + 3y - 1 = 0", 1), (B("4x+6y-1=0"), "2x + 3y - 1 = 0", 0),
-    (B(r"31 \text{ m}^2"), "31", 1), (B(r"31\,\mathrm{cm}"), "31", 1), (B("31 cm^2"), "31", 1), (B("31"), r"31 \mbox{ cm}^2", 1),
+    (B(r"31 \text{ m}^2"), "31", 1), (B(r"31\,\mathrm{cm}"), "31", 1), (B("31 cm^2"), "31", 1),
+    (B("31"), r"31 \mbox{ cm}^2", 1),
     (B("60°"), "60", 1), (B("60"), r"60^{\circ}", 1), (B(r"\$4.50"), "4.5", 1), (B(r"6\pi\text{ cm}"), r"6\pi", 1),
     (B(r"31 \text{ apples}"), "31", 1), (B(r"31 \text{ million}"), "31", 0), (B("31x"), "31", 0),
-    (B("110_3"), "110", 0), (B("110"), "110_3", 0), (B("12"), "110_3", 0), (B("110_{3}"), "110_3", 1), (B("110_4"), "110_3", 0),
+    (B("110_3"), "110", 0), (B("110"), "110_3", 0), (B("12"), "110_3", 0), (B("110_{3}"), "110_3", 1),
+    (B("110_4"), "110_3", 0),
     (B("d"), r"\text{(D)}", 1), (B(r"\textbf{(D)}"), "D", 1), (B("C"), "D", 0), (B(r"\text{north}"), "North", 1),
     (B("thorn"), "north", 0), (B("no"), r"\text{yes}", 0),
+    (B(r"31\mathrm{i}"), "31", 0), (B(r"31 \text{x}"), "31", 0), (B(r"31 \text{ dozen}"), "31", 0),
+    (B("31 pi"), "31", 0),
+    (B(r"31 \text{ miles per hour}"), "31", 1), (B(r"31\ \text{m/s}"), "31", 1),
+    (B(r"31 \text{ square units}"), "31", 1),
+    (B(r"9{:}30 \text{ a.m.}"), r"9{:}30 \text{ p.m.}", 0), (B("y-3x=2"), "y = 3x+2", 1), (B("y-3x=1"), "y = 3x+2", 0),
+    (B(r"110_{\text{three}}"), "110", 0), (B("(110)_3"), "110_3", 1), (B("D, A"), "D", 0),
+    (B(r"\mathrm{(D)}"), "(D)", 1),
+    (B(r"\text{stop}"), r"\text{post}", 0), (B("NORTH"), r"\text{north}", 1),
 ]
 
 ALGEBRA = [
     (B(r"\sqrt{12}"), r"2\sqrt3", 1), (B(r"\frac{2}{\sqrt2}"), r"\sqrt{2}", 1), (B(r"\sqrt{2}"), r"\sqrt{3}", 0),
     (B("(n+1)^2"), "n^2+2n+1", 1), (B("(n+1)^2"), "n^2+1", 0), (B("b-a"), "a - b", 0), (B("-b+a"), "a - b", 1),
-    (B("3i+2"), "2+3i", 1), (B("2-3i"), "2+3i", 0), (B("6!"), "720", 1), (B("2^{12}"), "4096", 1), (B("0.5n"), r"\frac n2", 1),
+    (B("3i+2"), "2+3i", 1), (B("2-3i"), "2+3i", 0), (B("6!"), "720", 1), (B("2^{12}"), "4096", 1),
+    (B("0.5n"), r"\frac n2", 1),
     (B(r"\foo{3}"), "3", 0), (B("3 +"), "3", 0),
 ]
 
 
-@pytest.mark.parametrize("response, gold, want", BOXES + GOLDS + NUMBERS + HEDGES + SHAPES + NAMES_UNITS_WORDS + ALGEBRA)
+ALL = BOXES + GOLDS + NUMBERS + HEDGES + SHAPES + NAMES_UNITS_WORDS + ALGEBRA
+
+
+@pytest.mark.parametrize("response, gold, want", ALL)
 def test_pays_what_the_policy_says(response, gold, want):
     assert reward(response, gold) == want
 
 
 @pytest.mark.parametrize("response, gold, reason", [
-    (B("3"), "3", "right"), (B("4"), "3", "wrong"), (B("x+4"), "3", "wrong"), ("3", "3", "no box"), (r"\boxed{3", "3", "no box"),
+    (B("3"), "3", "right"), (B("4"), "3", "wrong"), (B("x+4"), "3", "wrong"), ("3", "3", "no box"),
+    (r"\boxed{3", "3", "no box"),
     (r"\boxed{}", "3", "no box"), (r"<think>\boxed{3}", "3", "unclosed think"), (B(r"\frac{x}+"), "3", "unreadable"),
     (B("9" * 5000), "3", "unreadable"), (B("3"), r"\frac{3", "unreadable"), (B("8^{8^{8^{8}}}"), "3", "unreadable"),
 ])
@@ -130,28 +164,40 @@ def test_extract_answer_returns_the_deciding_box():
 
 
 @pytest.mark.parametrize("answer, gold", [
-    (25, "25"), ("27.0", "27.0"), (27.0, "27"), (0.125, "0.125"), (" 7 ", "7"), ("so 5+2\n#### 7", "7"), (r"$\frac12$", r"\frac12"),
-    (r"\$5", r"\$5"), ("6.02e23", "6.02e23"), (["7"], "7"), (r"Thus \boxed{\sqrt{7}}.", r"\sqrt{7}"), ("(3,4]", "(3,4]"),
+    (25, "25"), ("27.0", "27.0"), (27.0, "27"), (0.125, "0.125"), (" 7 ", "7"), ("so 5+2\n#### 7", "7"),
+    (r"$\frac12$", r"\frac12"),
+    (r"\$5", r"\$5"), ("6.02e23", "6.02e23"), (["7"], "7"), (r"Thus \boxed{\sqrt{7}}.", r"\sqrt{7}"),
+    ("(3,4]", "(3,4]"),
     ("9007199254740993", "9007199254740993"), ("2^{64}", "2^{64}"), ("1e20", "1e20"), (r"\sqrt[3]{2}", r"\sqrt[3]{2}"),
 ])
 def test_read_gold_accepts(answer, gold):
     assert read_gold(answer) == gold
 
 
+EMPTY, UNREADABLE, ROUNDED = "empty answer", "unreadable answer", "answer above 2^53 that went through a float"
+
+
 @pytest.mark.parametrize("answer, reason", [
-    (None, "empty"), ("", "empty"), ("  ", "empty"), ("####", "empty"), (float("nan"), "empty"), ("$$", "empty"),
-    (r"\frac{1", r"unreadable: \frac{1"), (r"\frac{1}", "unreadable"), (r"\sqrt", "unreadable"), ("3 +", "unreadable"),
-    ("(3,4", "unreadable"), (r"\begin{pmatrix} 1", "unreadable"), (["1", "2"], "unreadable: list"), (True, "unreadable: bool"),
-    (str(int(float(123456789012345678901))), "float"), (2 ** 60, "float"), (1.5e19, "float"), ("3,000,000,000,000,000,000", "float"),
-    ("1.2345678901234567e+19", "float"),
+    (None, EMPTY), ("", EMPTY), ("  ", EMPTY), ("####", EMPTY), (float("nan"), EMPTY), ("$$", EMPTY), ("None", EMPTY),
+    (r"\frac{1", UNREADABLE), (r"\frac{1}", UNREADABLE), (r"\sqrt", UNREADABLE), ("3 +", UNREADABLE),
+    ("(3,4", UNREADABLE),
+    (r"\begin{pmatrix} 1", UNREADABLE), (["1", "2"], UNREADABLE), ({"a": 1}, UNREADABLE), (True, UNREADABLE),
+    (b"1", UNREADABLE),
+    ("(" * 500 + "5" + ")" * 500, UNREADABLE), ("1" * 5000, UNREADABLE),
+    (str(int(float(123456789012345678901))), ROUNDED), (2 ** 60, ROUNDED), (1.5e19, ROUNDED), ("-1.5e19", None),
+    ("30000000000000000000000", ROUNDED), ("30000000000000000000000.0", ROUNDED), ("1.2345678901234567e+19", ROUNDED),
+    ("30,000,000,000,000,000,000,000", None), ("30000000000000000000001", None),
 ])
 def test_read_gold_refuses(answer, reason):
-    with pytest.raises(ValueError) as caught:
+    """The reasons hold nothing of the row, so that a loader can count equal ones. None: fine."""
+    try:
         read_gold(answer)
-    assert reason in str(caught.value)
+        assert reason is None
+    except ValueError as error:
+        assert str(error) == reason
 
 
-# ------------------------------------------------------------------------------------------------------------ the worker
+# --------------------------------------------------------------------------------------------------------- the worker
 
 def test_import_is_light():
     """The training process must not load sympy, nor start anything, by importing the verifier."""
@@ -163,8 +209,8 @@ def test_import_is_light():
 def test_plain_numbers_need_no_worker_and_are_fast(monkeypatch):
     monkeypatch.setattr(verifier, "_ask_worker", None)  # calling it would fail, and earn 0
     begin = time.perf_counter()
-    verdicts = grade([B(f"{n:,}") for n in range(1000)], [str(n) for n in range(1000)])
-    assert all(verdict.reason == "right" for verdict in verdicts)
+    verdicts = grade([B(f"\N{MINUS SIGN}{n:,}") for n in range(500, 1500)], [str(-n) for n in range(500, 1500)])
+    assert all(verdict == (1.0, "right") for verdict in verdicts)
     assert time.perf_counter() - begin < 1
 
 
@@ -211,7 +257,8 @@ def test_a_forked_process_gets_a_worker_of_its_own():
 
 def test_worker_ends_with_its_parent():
     code = "import os, reward; reward.start(); print(reward._worker.process.pid, flush=True); os.kill(os.getpid(), 9)"
-    worker = int(subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout)
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
+    worker = int(shown)
     for _ in range(100):
         state = Path(f"/proc/{worker}/stat")
         if not state.exists() or state.read_text().split()[2] == "Z":  # gone, or waiting to be reaped by init
@@ -221,7 +268,7 @@ def test_worker_ends_with_its_parent():
 
 
 def test_start_says_what_is_missing(monkeypatch, tmp_path):
-    """With a math_verify that cannot be imported, start() must raise; silence would mean that algebra earns 0 for ever."""
+    """With a math_verify that cannot be imported, start() must raise, or algebra would earn 0 for ever."""
     (tmp_path / "math_verify.py").write_text("raise ImportError('math_verify is broken')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     verifier.stop()
@@ -229,47 +276,53 @@ def test_start_says_what_is_missing(monkeypatch, tmp_path):
         verifier.start()
 
 
-def test_time_limit_is_counted_logged_and_not_paid_twice(caplog):
+def test_time_limit_is_counted_logged_and_not_tried_twice(caplog):
     begin = time.perf_counter()
-    verdicts = grade([B("(10^8)!"), B("5"), B(r"\sqrt{63}")], ["5", "5", r"3\sqrt{7}"])
-    assert [verdict.reason for verdict in verdicts] == ["timed out", "right", "right"]
+    before, monster = verifier.timeouts(), r"\binom{10^9}{4 \cdot 10^8}"
+    verdicts = grade([B(monster), B("5"), B(r"\sqrt{63}")], ["5", "5", r"3\sqrt{7}"])
+    assert [reason for _, reason in verdicts] == ["timed out", "right", "right"]
     assert time.perf_counter() - begin < 20  # generous, for a busy machine; alone it takes 1 s
     assert "out of time or memory" in caplog.text
     begin = time.perf_counter()
-    assert why(B("(10^8)!"), "5") == "timed out" and time.perf_counter() - begin < 0.2
+    assert why(B(monster), "5") == "timed out" and time.perf_counter() - begin < 0.2
+    assert verifier.timeouts() == before + 1
 
 
 def test_memory_limit_holds():
-    """2^(10^10) takes 1.2 GB. Without a limit on time, a worker with 400 MB must refuse it, and stay below that."""
+    """A comparison that wants 1.2 GB is ended and counted; without the limit this one would be paid."""
     code = """
-import multiprocessing.connection, resource, threading, reward
-reward.CPU_SECONDS, reward.WALL_SECONDS, reward.MEMORY_BYTES = 60, 60, 400 << 20
-ours, theirs = multiprocessing.connection.Pipe()
+import multiprocessing, threading, reward
+reward.CPU_SECONDS = reward.WALL_SECONDS = 60
+reward._equal = lambda gold, answer, algebra: bytearray(int(answer)) is not None
+ours, theirs = multiprocessing.Pipe()
 threading.Thread(target=reward._serve, args=(theirs,), daemon=True).start()
 assert ours.recv() == "ready"
-ours.send(("5", "2^{(10^{10})}"))
-print(ours.recv(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10, sep="|")
+for size in "2000000", "1200000000":
+    ours.send(("5", size))
+    print(ours.recv())
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    reason, megabytes = done.stdout.split("|")
-    assert reason != "right" and int(megabytes) < 410
+    assert done.stdout.split("\n") == ["right", "timed out", ""]
 
 
 MONSTERS = ["7^{7^{7^{7^{7}}}}", "123456789!", "(10^9)!", "((10^6)!)!", "3^{(10^9)}", "{" * 2000 + "5" + "}" * 2000,
-            "(" * 900 + "5" + ")" * 900, "7" * 200_000, "x" + r"\frac{1}{" * 300 + "2" + "}" * 300, r"\sum_{k=1}^{10^9} k^k",
-            r"\prod_{k=1}^{10^8} k", "(a+b+c+d)^{200}-(a+b)^{200}", r"\binom{10^9}{4\cdot 10^8}", "10^{10^{10}}", "8^{9^9}",
+            "(" * 900 + "5" + ")" * 900, "7" * 200_000, "x" + r"\frac{1}{" * 300 + "2" + "}" * 300,
+            r"\sum_{k=1}^{10^9} k^k",
+            r"\prod_{k=1}^{10^8} k", "(a+b+c+d)^{200}-(a+b)^{200}", r"\binom{10^9}{4\cdot 10^8}", "10^{10^{10}}",
+            "8^{9^9}",
             r"\boxed{5}" * 20_000 + r"\boxed{" * 20_000]
 
 
 def grade_among_monsters(monsters, others):
     numbers = [str(n) for n in range(others)]
     verdicts = grade([B(answer) for answer in numbers + monsters], numbers + ["5"] * len(monsters))
-    assert [verdict.reward for verdict in verdicts] == [1.0] * others + [0.0] * len(monsters)
+    assert [paid for paid, _ in verdicts] == [1.0] * others + [0.0] * len(monsters)
 
 
 def test_a_few_monsters_cost_little():
     begin = time.perf_counter()
-    grade_among_monsters([monster for monster in MONSTERS if len(monster) > 300] + ["(10^7)!!", r"\sum_{k=1}^{10^8} k^k"], 100)
+    long_ones = [monster for monster in MONSTERS if len(monster) > 300]
+    grade_among_monsters(long_ones + ["(10^7)!!", r"\sum_{k=1}^{10^8} k^k", "10^{10^{10}}", "(10^9)!"], 100)
     assert time.perf_counter() - begin < 15
 
 
@@ -280,14 +333,16 @@ def test_sixteen_monsters_in_a_batch_of_512():
     assert time.perf_counter() - begin < 30
 
 
-PIECES = ["\\boxed{", "\\fbox{", "{", "}", "\\{", "\\}", "<think>", "</think>", "\\frac", "\\sqrt", "\\text{", "\\left(",
+PIECES = ["\\boxed{", "\\fbox{", "{", "}", "\\{", "\\}", "<think>", "</think>", "\\frac", "\\sqrt", "\\text{",
+"\\left(",
           "\\right]", "(", ")", "[", "]", ",", ";", "=", "+", "-", "^", "_", "\\pm", "\\cup", "\\in", "\\\\", "&",
-          "\\begin{pmatrix}", "\\end{pmatrix}", "\\", "$", "%", "!", ".", "e", " ", "\n", "and", "or", "x", "\\pi", "\\infty",
+          "\\begin{pmatrix}", "\\end{pmatrix}", "\\", "$", "%", "!", ".", "e", " ", "\n", "and", "or", "x", "\\pi",
+          "\\infty",
           "0", "1", "2", "35", "1,000", "½", "−", "或", "\x00", "\ud800", "####"]
 
 
 def fuzz(count, seed, monkeypatch):
-    """Random strings without a 7 or 9: none may be paid against 797, and none may raise. Algebra is left out for its time."""
+    """Random strings without a 7 or 9: none may be paid against 797, none may raise. Algebra is left out for speed."""
     monkeypatch.setattr(verifier, "_ask_worker", lambda gold, answer: "unreadable")
     rng = random.Random(seed)
     reasons = set()
@@ -301,7 +356,7 @@ def fuzz(count, seed, monkeypatch):
             assert gold.strip()
             verifier._judge(text, gold)
         except ValueError as error:
-            assert str(error).startswith(("empty", "unreadable", "integer"))
+            assert str(error) in (EMPTY, UNREADABLE, ROUNDED)
     assert "right" not in reasons and {"wrong", "no box", "unclosed think", "unreadable"} <= reasons
 
 
