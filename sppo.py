@@ -45,6 +45,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that spin while they wait slow a busy CPU
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -151,8 +153,9 @@ class Config:
 # The published recipes, and what suits smaller machines: chosen by the end of the model's name, flags win over them.
 RECIPES = {
     "toy/model": dict(dataset=str(HERE / "toy/train.jsonl"), eval_dataset=str(HERE / "toy/test.jsonl"), instruction="",
-                steps=100, batch_size=256, mini_batch_size=64, lr=1e-3, critic_lr=1e-3, lr_decay=True, max_prompt_tokens=64,
-                max_response_tokens=64, eval_samples=4, eval_greedy=True, eval_every=20),
+                      steps=140, batch_size=256, mini_batch_size=64, lr=6e-4, critic_lr=2e-3, lr_decay=True,
+                      critic_warmup=20, max_prompt_tokens=64, max_response_tokens=64, eval_samples=4, eval_greedy=True,
+                      eval_every=20, save_every=25),
     "Qwen2.5-0.5B": dict(critic_layers=12, gradient_checkpointing=True),
     "DeepSeek-R1-Distill-Qwen-1.5B": dict(
         batch_size=256, mini_batch_size=128, lr=1e-6, critic_lr=5e-6, weight_decay=0.01, max_prompt_tokens=1024,
@@ -838,7 +841,7 @@ def read_rows(name: str, split: str) -> list[dict]:
 
 
 def ask_the_hub(cfg: Config) -> None:
-    """Without a network the hub's library tries again for a minute. Asked once, before that is imported, it need not."""
+    """Without a network the hub's library tries again for a minute; asked once, before its import, it need not."""
     if on_hub(cfg.dataset) or not all(Path(resolve(m)).is_dir() for m in (cfg.model, cfg.critic_model or cfg.model)):
         try:
             urllib.request.urlopen(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5).close()
@@ -1044,7 +1047,7 @@ def build(cfg: Config):
 
 def check_vocabulary(tok, model: nn.Module, name: str) -> None:
     if max(tok.get_vocab().values()) >= model.get_input_embeddings().weight.shape[0]:
-        raise UserError(f"{name}: the tokenizer has ids that the model has no embedding for; they do not belong together")
+        raise UserError(f"{name}: the tokenizer has ids that the model has no embedding for: they do not fit together")
 
 
 @torch.no_grad()
@@ -1193,8 +1196,9 @@ def save(cfg: Config, out: Path, step: int, policy: Policy, critic: Critic | Non
         shutil.rmtree(folder, ignore_errors=True)
         own = {name for name, _ in lm.named_parameters()} | {name for name, _ in lm.named_buffers()}  # tied head: once
         weights = {k.removeprefix("lm."): w for k, w in state["models"]["policy"].items()}
-        lm.config.dtype = lm.saved_dtype
         lm.save_pretrained(folder, state_dict={k: w.to(lm.saved_dtype) for k, w in weights.items() if k in own})
+        lm.config.dtype = lm.saved_dtype  # save_pretrained has put float32 there
+        lm.config.save_pretrained(folder)
         lm.saved_generation_config.to_json_file(folder / "generation_config.json")
         tok.save_pretrained(folder)
         torch.save(state, folder / "training.pt")

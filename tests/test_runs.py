@@ -1,6 +1,5 @@
 """Whole runs: stopping and going on, kills and signals, bad input, data files, tokenizers, two processes."""
 
-import csv
 import json
 import math
 import multiprocessing
@@ -23,7 +22,7 @@ import sppo
 ROOT = Path(sppo.__file__).parent
 TOY = ROOT / "toy/model"
 TINY = ["--batch-size", "8", "--mini-batch-size", "4", "--eval-size", "4", "--eval-samples", "1", "--no-eval-greedy",
-        "--max-response-tokens", "40", "--device", "cpu"]
+        "--max-response-tokens", "40", "--critic-warmup", "0", "--no-lr-decay", "--device", "cpu"]
 LEARN = ["--lr", "1e-3", "--critic-lr", "1e-3"]
 
 
@@ -68,7 +67,8 @@ def assert_same(a, b, atol=0.0, where="state"):
     elif isinstance(a, torch.Tensor):
         assert torch.equal(a, b) if atol == 0 else torch.allclose(a, b, rtol=0, atol=atol), where
     else:
-        assert a == b if atol == 0 or not isinstance(a, float) else math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-4), where
+        close = isinstance(a, float) and math.isclose(a, b, rel_tol=10 * atol, abs_tol=10 * atol)
+        assert a == b or close, where
 
 
 def write_rows(path: Path, rows: list) -> Path:
@@ -93,15 +93,16 @@ def rewind(run: Path, out: Path, step: int) -> Path:
 
 @pytest.mark.parametrize("stops, flags", [
     ((1, 3, 5), ["--lr-decay", "--epochs", 2]),
-    ((1, 2, 4), ["--critic-warmup", 2, "--lr-warmup", 4, "--no-lr-decay", "--algorithm", "ppo"]),
+    ((1, 2, 4), ["--critic-warmup", 2, "--lr-warmup", 4, "--algorithm", "ppo"]),
     ((3,), ["--algorithm", "grpo", "--group-size", 4, "--temperature", 0.7]),
 ], ids=["sppo", "ppo-warmups", "grpo"])
 def test_resumed_run_equals_the_straight_one(tmp_path, stops, flags):
     straight = tmp_path / "straight"
-    # 26 problems to train on and 8 a step: epochs end inside steps 4 and 7
+    # 27 problems to train on and 8 a step: the first epoch ends inside step 4
     data = ["--dataset", write_rows(tmp_path / "few.jsonl", SUMS), "--eval-dataset", "", "--eval-size", 4]
     assert train(*data, *LEARN, *flags, "--steps", 6, "--eval-every", 2, "--save-every", 1, "--keep", 9,
                  "--out", straight) == 0
+    assert any(r["policy_grad_norm"] > 0 for r in rows_of(straight)[3:])  # there was something to learn
     for stop in stops:
         resumed = rewind(straight, tmp_path / f"stop-{stop}", stop)
         assert sppo.main(["--resume", str(resumed)]) == 0
@@ -110,7 +111,7 @@ def test_resumed_run_equals_the_straight_one(tmp_path, stops, flags):
 
 
 def test_end_of_an_epoch_is_a_place_to_stop(tmp_path):
-    data = ["--dataset", write_rows(tmp_path / "few.jsonl", SUMS[:17]), "--eval-dataset", "", "--no-lr-decay", *LEARN]
+    data = ["--dataset", write_rows(tmp_path / "few.jsonl", SUMS[:17]), "--eval-dataset", "", *LEARN]
     assert train(*data, "--steps", 3, "--out", tmp_path / "a") == 0  # one row held out: two steps an epoch
     assert train(*data, "--steps", 2, "--out", tmp_path / "b") == 0
     assert sppo.main(["--resume", str(tmp_path / "b"), "--steps", "3"]) == 0
@@ -214,8 +215,8 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------------ kills and signals
 
 START = multiprocessing.get_context("forkserver")  # children start with everything imported, in milliseconds
-START.set_forkserver_preload(["sppo", "torch._dynamo", "transformers.generation", "transformers.models.auto.modeling_auto",
-                             "transformers.models.llama.modeling_llama"])
+START.set_forkserver_preload(["sppo", "torch._dynamo", "transformers.generation",
+                              "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama"])
 
 
 def child(argv: list[str], log: Path) -> None:
@@ -317,7 +318,8 @@ def refused(capsys, *flags) -> str:
 
 @pytest.mark.parametrize("flags, word", [
     ("--batch-size 0", "--batch-size"), ("--temperature 0", "--temperature"), ("--temperature nan", "--temperature"),
-    ("--lr -1", "--lr"), ("--algorithm dpo", "dpo"), ("--steps many", "many"), ("--algorithm grpo --group-size 1", "group"),
+    ("--lr -1", "--lr"), ("--algorithm dpo", "dpo"), ("--steps many", "many"),
+    ("--algorithm grpo --group-size 1", "group"),
     ("--eval-samples 0 --no-eval-greedy", "--eval-greedy"), ("--dual-clip 1.1", "--dual-clip"), ("--device tpu", "tpu"),
     ("--prompt-column nosuch", "nosuch"), ("--answer-column a.b", "a.b"), ("--dataset none.jsonl", "none.jsonl"),
     ("--model nothing", "nothing"), ("--model ./no/such", "./no/such"), ("--model tests", "config.json"),
@@ -330,9 +332,11 @@ def test_bad_flags(capsys, monkeypatch, flags, word):
 
 
 @pytest.mark.parametrize("name, content", [
-    ("empty.jsonl", ""), ("empty.json", "[]"), ("empty.csv", ""), ("broken.jsonl", '{"prompt": "1+1=", "answer": "2"}\n{"pro'),
+    ("empty.jsonl", ""), ("empty.json", "[]"), ("empty.csv", ""),
+    ("broken.jsonl", '{"prompt": "1+1=", "answer": "2"}\n{"pro'),
     ("broken.json", "[{"), ("broken.parquet", "PAR1 no"), ("text.jsonl", '"text"\n'), ("number.json", "7"),
-    ("latin.csv", b"prompt,answer\n\xff\xfe,2\n"), ("blank.jsonl", "\n\n"), ("unusable.jsonl", '{"prompt": "", "answer": "2"}\n'),
+    ("latin.csv", b"prompt,answer\n\xff\xfe,2\n"), ("blank.jsonl", "\n\n"),
+    ("unusable.jsonl", '{"prompt": "", "answer": "2"}\n'),
 ])
 def test_bad_files(capsys, tmp_path, name, content):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -351,7 +355,8 @@ def test_pickled_weights_are_refused(capsys, tmp_path):
 def test_no_network_ends_soon(tmp_path, flags):
     begin = time.monotonic()
     env = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, ROOT / "sppo.py", *flags], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, ROOT / "sppo.py", *flags], cwd=tmp_path, env=env, capture_output=True,
+                          text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and flags[1] in done.stderr
     assert time.monotonic() - begin < 20  # under 10 s on an idle machine; with the hub's own retries it is over 30
     assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").iterdir())
@@ -375,7 +380,8 @@ def loaded(toy_tok, tmp_path):
         elif content is not None:
             path.write_bytes(content.encode())
         cfg = sppo.parse(["--device", "cpu", *flags])
-        return [(p.text.removesuffix("\n"), p.gold) for p in sppo.load_problems(str(path), "train", cfg, toy_tok, toy_tok)]
+        problems = sppo.load_problems(str(path), "train", cfg, toy_tok, toy_tok)
+        return [(p.text.removesuffix("\n"), p.gold) for p in problems]
     return load
 
 
@@ -425,7 +431,7 @@ def test_svamp(loaded):
 def test_parquet_with_chats_and_nested_answers(loaded, tmp_path):
     import pyarrow
     import pyarrow.parquet
-    chat = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "1+2="}]
+    chat = [dict(role=r, content=c) for r, c in (("user", "1+1="), ("assistant", "2"), ("user", "1+2="))]
     rows = [{"prompt": chat, "reward_model": {"ground_truth": "3", "style": "rule"}},
             {"prompt": chat[:2], "reward_model": {"ground_truth": "3", "style": "rule"}}]  # does not end with the user
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
@@ -457,7 +463,8 @@ def test_fewer_rows_than_a_batch_trains_on_what_is_there(tmp_path, capsys):
 
 def test_nothing_left_to_train_on_is_an_error(tmp_path, capsys):
     data = write_rows(tmp_path / "few.jsonl", SUMS[:4])
-    assert "no problem is left to train on" in refused(capsys, "--device", "cpu", "--dataset", data, "--eval-dataset", data)
+    both = ["--device", "cpu", "--dataset", data, "--eval-dataset", data]
+    assert "no problem is left to train on" in refused(capsys, *both)
     one = write_rows(tmp_path / "one.jsonl", SUMS[:1])
     assert "no problem is left" in refused(capsys, "--device", "cpu", "--dataset", one, "--eval-dataset", "")
 
@@ -534,7 +541,7 @@ def test_render_plain_and_with_an_instruction():
     tok = make_tokenizer()
     assert sppo.render("1+1=", tok, "Box it: \\boxed{}.") == "1+1=\nBox it: \\boxed{}.\n"
     assert sppo.render("\\boxed{1+1}", tok, "Box it.") == "\\boxed{1+1}\n"
-    chat = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "1+2="}]
+    chat = [dict(role=r, content=c) for r, c in (("user", "1+1="), ("assistant", "2"), ("user", "1+2="))]
     assert sppo.render(chat, tok, "Box it.") == "1+1=\n2\n1+2=\nBox it.\n"
     assert chat[-1]["content"] == "1+2="  # the data stay as they were
 
@@ -570,7 +577,8 @@ def test_tokenizer_that_the_library_rebuilds_wrongly(tmp_path, name):
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": name}))
     if name.startswith("Qwen2"):
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}))
+        config |= {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+        (folder / "config.json").write_text(json.dumps(config))
     tok = sppo.load_tokenizer(str(folder), sppo.parse([]))
     own = Tokenizer.from_file(str(folder / "tokenizer.json"))
     for text in ("12+7=19", "So  it is\n\\boxed{a b}.<turn>"):
@@ -584,8 +592,7 @@ def test_critic_with_a_tokenizer_of_its_own(tmp_path):
     critic = make_folder(tmp_path / "critic", make_tokenizer(CHAT))
     values = []
     for model in (TOY, critic):
-        cfg = sppo.parse(["--device", "cpu", "--model", str(model), "--critic-model", str(critic), "--max-prompt-tokens",
-                          "64", "--instruction", ""])
+        cfg = sppo.parse(["--device", "cpu", "--model", str(model), "--critic-model", str(critic), "--instruction", ""])
         _, critic_net, tok, critic_tok = sppo.build(cfg)
         assert (tok is critic_tok) == (model is critic)
         torch.nn.init.normal_(critic_net.head.weight, generator=torch.Generator().manual_seed(0))
@@ -602,7 +609,8 @@ def test_critic_with_a_tokenizer_of_its_own(tmp_path):
 
 # Batches of 5 in mini-batches of 3, so processes get 3 and 2 rows, and one of them none of the last mini-batch's two.
 UNEVEN = ["--batch-size", "5", "--mini-batch-size", "3", "--micro-batch-tokens", "60", "--lr", "1e-4", "--critic-lr",
-          "1e-4", "--eval-size", "7", "--eval-samples", "1", "--eval-every", "2", "--no-lr-decay", "--device", "cpu"]
+          "1e-4", "--eval-size", "7", "--eval-samples", "1", "--eval-every", "2", "--critic-warmup", "0",
+          "--no-lr-decay", "--device", "cpu"]
 
 
 def torchrun(script: Path, *flags, **how) -> subprocess.Popen:
@@ -636,6 +644,7 @@ def test_two_processes_do_what_one_does(tmp_path, fixed):
     assert said.count("a step: 5 prompts") == said.count("policy: ") == 1  # one of them speaks
     assert_same(rows_of(two), rows_of(one), 1e-5)
     assert_same(state_of(two, 2), state_of(one, 2), 1e-5)
+    assert all(r["policy_grad_norm"] > 0 and r["critic_grad_norm"] > 0 for r in rows_of(one)[1:])
     for out in (two, one):  # and its checkpoint goes on in one process
         assert sppo.main(["--resume", str(out), "--steps", "3"]) == 0
     assert_same(state_of(two, 3), state_of(one, 3), 1e-5)
@@ -670,7 +679,8 @@ def test_two_processes_sample_for_themselves(tmp_path, algorithm):
 def test_exception_in_one_process_ends_both(tmp_path, where):
     script = tmp_path / "broken.py"
     script.write_text(f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport sppo\ngood = sppo.{where}\n"
-                      "def bad(*a, **k):\n    if os.environ['RANK'] == '1':\n        raise LookupError('a fault of one')\n"
+                      "def bad(*a, **k):\n    if os.environ['RANK'] == '1':\n"
+                      "        raise LookupError('a fault of one')\n"
                       f"    return good(*a, **k)\nsppo.{where} = bad\nsys.exit(sppo.main())\n")
     begin = time.monotonic()
     code, _, errors = outcome(torchrun(script, *TINY, "--steps", 2, "--out", tmp_path / "run"), 90)

@@ -363,6 +363,8 @@ def test_evaluation_measures_the_solve_rate_once_a_problem_and_remax_takes_the_g
     assert row["eval/accuracy_greedy_ci95"] == pytest.approx(1.96 * 0.5 / math.sqrt(300))
     one = sppo.evaluate(policy, tok, problems[:150], dataclasses.replace(cfg, eval_greedy=False))
     assert one["eval/accuracy"] == pytest.approx(0.7, abs=0.08) and "eval/accuracy_greedy" not in one
+    alone = sppo.evaluate(policy, tok, problems[:1], dataclasses.replace(cfg, eval_samples=300))  # avg@300
+    assert alone["eval/accuracy"] == pytest.approx(0.7, abs=0.1) and alone["eval/accuracy_ci95"] == 0
     assert sppo.greedy_reward(sppo.Rollout(problems), policy, tok, cfg).tolist() == [1.0] * 150 + [0.0] * 150
 
 
@@ -681,16 +683,17 @@ def test_the_data_is_an_endless_row_of_shuffles_and_groups_stand_together():
 # ------------------------------------------------------------------------------------- saved folders, whole runs
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_saved_folder_loads_alone_and_keeps_what_the_source_recommends(tmp_path, tied):
-    source = rigged.write_model(tmp_path / "source", tied=tied, nasty=True, template=True, ends=[END, NEWLINE])
+@pytest.mark.parametrize("tied, bf16", [(False, False), (True, False), (True, True)])
+def test_a_saved_folder_loads_alone_and_keeps_what_the_source_recommends(tmp_path, tied, bf16):
+    awkward = dict(nasty=True, template=True, ends=[END, NEWLINE])
+    source = rigged.write_model(tmp_path / "source", tied=tied, bf16=bf16, **awkward)
     cfg = config(source)
     policy, critic, tok, _ = sppo.build(cfg)
     ids = torch.tensor([[3, 4, 12, 7]])
     policy.lm.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
     sppo.save(cfg, tmp_path, 7, policy, critic, sppo.make_optimizers(cfg, policy, critic), tok)
     folder = tmp_path / "checkpoint-000007"
-    lm, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    lm, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     torch.testing.assert_close(lm.eval()(ids).logits, policy.lm(ids).logits, atol=1e-6, rtol=0)
     assert ("lm_head.weight" in load_file(folder / "model.safetensors")) == (not tied)
@@ -720,8 +723,10 @@ def test_a_bf16_folder_learns_in_steps_too_small_for_bf16_and_is_saved_in_bf16(t
     torch.testing.assert_close(torch.cat([w.flatten() for w in master.values()]), weights(policy), atol=0, rtol=0)
 
 
+# On the toy, but with nothing of the training recipe that its entry in RECIPES may come to hold.
 TINY_RUN = ["--steps", "2", "--batch-size", "8", "--mini-batch-size", "4", "--max-response-tokens", "24", "--eval-size",
-            "8", "--eval-every", "5", "--device", "cpu"]
+            "8", "--eval-every", "5", "--eval-samples", "2", "--lr", "1e-3", "--critic-lr", "1e-3", "--no-lr-decay",
+            "--critic-warmup", "0", "--device", "cpu"]
 
 
 @pytest.fixture(scope="session")
@@ -743,6 +748,24 @@ def test_a_seeded_run_repeats_exactly_and_another_seed_differs(reference, tmp_pa
         assert all((w == model[k]).all() for k, w in final_weights(tmp_path / "same")[name].items())
     assert sppo.main([*TINY_RUN, "--seed", "1", "--out", str(tmp_path / "other")]) == 0
     assert rigged.read_metrics(tmp_path / "other")[1:] != rigged.read_metrics(reference)[1:]
+
+
+def test_v_starts_at_the_accuracy_measured_before_the_first_step(reference):
+    before, first = rigged.read_metrics(reference)[:2]
+    assert 0.01 < before["eval/accuracy"] < 0.99 and first["value"] == pytest.approx(before["eval/accuracy"], abs=1e-5)
+
+
+def test_weight_decay_shrinks_both_models_by_the_rate_asked_for(plain):
+    cfg = config(plain, weight_decay=0.25)
+    policy, critic, _, _ = sppo.build(cfg)
+    for name, optimizer in sppo.make_optimizers(cfg, policy, critic).items():
+        model = policy if name == "policy" else critic
+        before = weights(model)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.param_groups[0]["lr"] = 0.1
+        optimizer.step()
+        torch.testing.assert_close(weights(model), before * (1 - 0.1 * 0.25))
 
 
 def test_evaluating_more_often_changes_no_number_of_the_training(reference, tmp_path):
@@ -771,7 +794,7 @@ def test_every_algorithm_runs_and_trains(tmp_path, flags):
     assert sppo.main(run) == 0
     row = rigged.read_metrics(tmp_path)[-1]
     assert row["step"] == 2 and all(v is None or math.isfinite(v) for v in row.values())
-    assert row["policy_skipped"] == row["critic_skipped"] == 0
+    assert row["policy_skipped"] == row["critic_skipped"] == 0 and row["policy_grad_norm"] > 0
     assert set(final_weights(tmp_path)) == ({"policy", "critic"} if "ppo" in flags else {"policy"})
     assert ("value_bce" in row) == ("ppo" in flags)
 
@@ -796,7 +819,7 @@ def test_learning_rates_rise_and_fall_as_asked(tmp_path, monkeypatch, decay):
     monkeypatch.setattr(sppo, "update", lambda policy, critic, optimizers, *rest: rates.append(
         [optimizers[k].param_groups[0]["lr"] for k in ("policy", "critic")]) or Counter())
     flags = ["--steps", "4", "--lr", "0.4", "--critic-lr", "0.8", "--lr-warmup", "2",
-             "--lr-decay" if decay else "--no-lr-decay"]
+             *["--lr-decay"] * decay]
     assert sppo.main([*TINY_RUN, *flags, "--out", str(tmp_path)]) == 0
     scales = [0.5, 0.75, 0.5, 0.25] if decay else [0.5, 1, 1, 1]
     assert rates == [pytest.approx([0.4 * s, 0.8 * s]) for s in scales]
