@@ -153,9 +153,9 @@ class Config:
 # The published recipes, and what suits smaller machines: chosen by the end of the model's name, flags win over them.
 RECIPES = {
     "toy/model": dict(dataset=str(HERE / "toy/train.jsonl"), eval_dataset=str(HERE / "toy/test.jsonl"), instruction="",
-                      steps=140, batch_size=256, mini_batch_size=64, lr=6e-4, critic_lr=2e-3, lr_decay=True,
-                      critic_warmup=20, max_prompt_tokens=64, max_response_tokens=64, eval_samples=4, eval_greedy=True,
-                      eval_every=20, save_every=25),
+                      steps=160, batch_size=256, mini_batch_size=64, lr=1.5e-4, critic_lr=1e-3,
+                      critic_warmup=30, max_prompt_tokens=64, max_response_tokens=64, eval_samples=4, eval_greedy=True,
+                      eval_every=20, save_every=40, keep=4),
     "Qwen2.5-0.5B": dict(critic_layers=12, gradient_checkpointing=True),
     "DeepSeek-R1-Distill-Qwen-1.5B": dict(
         batch_size=256, mini_batch_size=128, lr=1e-6, critic_lr=5e-6, weight_decay=0.01, max_prompt_tokens=1024,

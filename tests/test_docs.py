@@ -1,0 +1,47 @@
+"""README.md and tutorial.md may only quote code that exists, name flags and functions that exist, and link somewhere."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+import sppo
+
+ROOT = Path(__file__).resolve().parent.parent
+CODE = "\n".join(p.read_text() for p in (ROOT / "sppo.py", ROOT / "value_head.py", ROOT / "reward.py"))
+PAGES = ["README.md", "tutorial.md"]
+
+
+def test_quoted_code_stands_in_the_source():
+    lines = {line.strip() for line in CODE.splitlines()}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "tutorial.md").read_text(), re.S):
+        for line in filter(None, map(str.strip, block.splitlines())):
+            assert line in lines, line
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_flags_exist(page):
+    known = {f.name.replace("_", "-") for f in dataclasses.fields(sppo.Config)}
+    known |= {"nproc-per-node", "index-url", "help", "checkpoint"}  # torchrun's, pip's, argparse's, value_check.py's
+    for flag in re.findall(r"(?<![\w-])--([a-z][a-z-]+)", (ROOT / page).read_text()):
+        assert flag in known, flag
+
+
+def test_functions_named_in_the_tutorial_exist():
+    for name in re.findall(r"`([a-z_]+)`", (ROOT / "tutorial.md").read_text()):
+        key = name in {"reward", "value", "kl", "entropy"} or f'"{name}"' in CODE or f"{name}=" in CODE
+        assert f"def {name}(" in CODE or key, name
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_named_exist(page):
+    text = (ROOT / page).read_text()
+    for path in re.findall(r"(?<![\w/])((?:tests|toy|assets)/[\w./-]+\.\w+)", text) + re.findall(r"\]\((?!http)([^)#]+)\)", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_tests_named_in_the_readme_exist():
+    tests = "\n".join(p.read_text() for p in (ROOT / "tests").glob("test_*.py"))
+    for name in re.findall(r"`(test_\w+)`", (ROOT / "README.md").read_text()):
+        assert f"def {name}(" in tests, name
