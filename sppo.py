@@ -154,7 +154,7 @@ class Config:
 RECIPES = {
     "toy/model": dict(dataset=str(HERE / "toy/train.jsonl"), eval_dataset=str(HERE / "toy/test.jsonl"), instruction="",
                       steps=160, batch_size=256, mini_batch_size=64, lr=1.5e-4, critic_lr=1e-3,
-                      critic_warmup=30, max_prompt_tokens=64, max_response_tokens=64, eval_samples=4, eval_greedy=True,
+                      critic_warmup=35, max_prompt_tokens=64, max_response_tokens=64, eval_samples=4, eval_greedy=True,
                       eval_every=20, save_every=40, keep=4),
     "Qwen2.5-0.5B": dict(critic_layers=12, gradient_checkpointing=True),
     "DeepSeek-R1-Distill-Qwen-1.5B": dict(
