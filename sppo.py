@@ -206,7 +206,7 @@ def sppo_advantage(R: torch.Tensor, V: torch.Tensor) -> torch.Tensor:
 def gae_advantage(R: float, V: torch.Tensor, gamma: float, lam: float) -> torch.Tensor:
     """Token-level PPO: A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t.  V [T] -> [T]
 
-    The only reward is R, after the last token. With lam < 1 the first tokens see it through a factor (gamma lam)^(T - t).
+    The only reward is R, after the last token. With lam < 1 token t sees it through a factor (gamma lam)^(T - t).
     """
     advantage, following, A = torch.zeros_like(V), 0.0, 0.0
     for t in reversed(range(len(V))):
@@ -443,7 +443,7 @@ def lay_out(sequences: list[torch.Tensor], counts: list[int], device) -> tuple[t
 
 
 def micro_batches(lengths: list[int], budget: int, rows: list[int] | None = None) -> list[list[int]]:
-    """Split rows into groups of at most `budget` tokens, padding counted; similar lengths together, so little is padded.
+    """Split rows into groups of at most `budget` tokens, padding counted; similar lengths together, for little padding.
 
     A row longer than the budget is a group of its own. How rows are grouped changes speed and memory, never the result.
     """
@@ -721,9 +721,10 @@ class Log:
         if len(steps) >= 5 and all(r["reward"] == row["reward"] for r in steps[-5:]) and row["reward"] in (0, 1):
             if row["step"] % 5 == 0:
                 why = ", ".join(f"{k[4:]} {v}" for k, v in row.items() if k.startswith("why/"))
-                say(f"note: every reward of the last 5 steps was {row['reward']:.0f} ({why}): nothing to learn from. Try "
-                    + ("easier problems, a longer --max-response-tokens, an example in the prompt, or a stronger model."
-                       if row["reward"] == 0 else "harder problems."), self.bar)
+                cure = ("easier problems, a longer --max-response-tokens, an example in the prompt, or a stronger model"
+                        if row["reward"] == 0 else "harder problems")
+                say(f"note: every reward of the last 5 steps was {row['reward']:.0f} ({why}): nothing to learn from. "
+                    f"Try {cure}.", self.bar)
         skipped = row["policy_skipped"] + row["critic_skipped"]
         lost = any(row[f"{m}_skipped"] and not row[f"{m}_grad_norm"] for m in ("policy", "critic"))
         self.bad = self.bad + 1 if lost else 0
@@ -753,7 +754,8 @@ def summarise(rows: list[dict], out: Path, cfg: Config) -> None:
     """The closing words of a run: accuracy before and after, where the time went, the curve, how to load the policy."""
     evaluated = [r for r in rows if "eval/accuracy" in r or "eval/accuracy_greedy" in r]
     say(f"\nbefore: {describe_evaluation(evaluated[0])}\nafter:  {describe_evaluation(evaluated[-1])}")
-    spent = {p: sum(r.get(f"seconds/{p}", 0) for r in rows) for p in ("sample", "verify", "value", "update", "evaluate")}
+    phases = ("sample", "verify", "value", "update", "evaluate")
+    spent = {phase: sum(r.get(f"seconds/{phase}", 0) for r in rows) for phase in phases}
     say("time:   " + ", ".join(f"{phase} {s:.0f} s ({100 * s / max(1e-9, sum(spent.values())):.0f} %)"
                                for phase, s in spent.items()))
     rewards = [r["reward"] for r in rows if "reward" in r]
@@ -900,7 +902,7 @@ def read_answer(row: dict, cfg: Config):
 
 
 def render(prompt: str | list[dict], tok, instruction: str) -> str:
-    """The text the model sees: its chat template where the tokenizer has one, otherwise the plain prompt and a newline."""
+    """The text the model sees: its chat template where the tokenizer has one, else the plain prompt and a newline."""
     turns = [dict(t) for t in prompt] if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     if instruction and not any("\\boxed" in t["content"] for t in turns):
         turns[-1]["content"] += "\n" + instruction
@@ -1052,7 +1054,7 @@ def check_vocabulary(tok, model: nn.Module, name: str) -> None:
 
 @torch.no_grad()
 def check_head(policy: Policy, tok) -> None:
-    """Some models change their logits after the head (soft caps, scales): then what is scored is not what is sampled."""
+    """Models may change their logits after the head (soft caps, scales): what is scored is then not what is sampled."""
     ids = torch.tensor([plain_ids(tok, "12+7=19")])  # [1, S]
     theirs = policy.lm(ids, use_cache=False).logits[0, -2].div(policy.temperature).log_softmax(-1)[ids[0, -1]]
     ours = policy(ids, (torch.tensor([0]), torch.tensor([ids.shape[1] - 1])))[0][0]
@@ -1062,7 +1064,8 @@ def check_head(policy: Policy, tok) -> None:
 
 def make_optimizers(cfg: Config, policy: Policy, critic: Critic | None) -> dict:
     models = {"policy": policy} | ({"critic": critic} if critic is not None else {})
-    return {name: torch.optim.AdamW(m.parameters(), lr=0.0, weight_decay=cfg.weight_decay) for name, m in models.items()}
+    how = dict(lr=0.0, weight_decay=cfg.weight_decay)  # `train` sets the rate of each step
+    return {name: torch.optim.AdamW(model.parameters(), **how) for name, model in models.items()}
 
 
 # ------------------------------------------------------------------------------------- 9. processes and precision
@@ -1129,8 +1132,8 @@ def gathered(*models: nn.Module | None):
 def recomputing(*models: nn.Module | None, on: bool):
     """Gradient checkpointing for the update alone. transformers ties it to training mode; setting that on the layers
     themselves, not on what is in them, leaves dropout off, and outside this block sampling keeps its KV cache."""
-    layers = [m for model in models if model is not None for m in model.modules() if getattr(m, "gradient_checkpointing",
-                                                                                             False)] if on else []
+    modules = [m for model in models if model is not None and on for m in model.modules()]
+    layers = [m for m in modules if getattr(m, "gradient_checkpointing", False)]
     for layer in layers:
         layer.training = True
     try:
@@ -1251,7 +1254,8 @@ def restore(folder: Path, models: dict, optimizers: dict) -> int:
     """Weights and optimizer states of policy and critic, onto any number of processes. Returns the step they are of."""
     state, whole = torch.load(folder / "training.pt", weights_only=True), StateDictOptions(full_state_dict=True)
     if state["models"].keys() != models.keys():
-        raise UserError(f"{folder} holds {' and '.join(state['models'])}; this --algorithm needs {' and '.join(models)}")
+        raise UserError(f"{folder} holds {' and '.join(state['models'])}, not {' and '.join(models)}: its --algorithm "
+                        "is another")
     for name, model in models.items():
         set_model_state_dict(model, state["models"][name], options=whole)
         if state["optimizers"][name] is not None:
@@ -1291,10 +1295,13 @@ def parse(argv: list[str]) -> Config:
     parser = argparse.ArgumentParser(prog="sppo.py", description="Sequence-Level PPO (arXiv 2604.08865)",
                                      argument_default=argparse.SUPPRESS)
     for f in dataclasses.fields(Config):
-        kind = dict(action=argparse.BooleanOptionalAction) if f.type == "bool" or f.type is bool else dict(
-            type=f.type, choices=f.metadata["choices"], metavar=None if f.metadata["choices"] else f.type.__name__.upper())
-        parser.add_argument("--" + f.name.replace("_", "-"), help=f"{f.metadata['help']} [{f.default}]".replace("%", "%%"),
-                            **kind)
+        name, choices = "--" + f.name.replace("_", "-"), f.metadata["choices"]
+        how = dict(help=f"{f.metadata['help']} [{f.default}]".replace("%", "%%"))
+        if f.type is bool:
+            how |= dict(action=argparse.BooleanOptionalAction)
+        else:
+            how |= dict(type=f.type, choices=choices, metavar=None if choices else f.type.__name__.upper())
+        parser.add_argument(name, **how)
     given = vars(parser.parse_args(argv))
     saved = {}
     if "resume" in given:
