@@ -1064,7 +1064,7 @@ def check_head(policy: Policy, tok) -> None:
 
 def make_optimizers(cfg: Config, policy: Policy, critic: Critic | None) -> dict:
     models = {"policy": policy} | ({"critic": critic} if critic is not None else {})
-    how = dict(lr=0.0, weight_decay=cfg.weight_decay)  # `train` sets the rate of each step
+    how = dict(lr=0.0, weight_decay=cfg.weight_decay, fused=True)  # `train` sets the rate of each step
     return {name: torch.optim.AdamW(model.parameters(), **how) for name, model in models.items()}
 
 
