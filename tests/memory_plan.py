@@ -138,11 +138,11 @@ def plan(cfg, policy: Shape | None = None, critic: Shape | None = None) -> dict:
         "reading the prompts": read * (used_by_a_layer(policy, c) + (key + 2 * c) * policy.q_width),
         "logits": 4 * 4 * rows * policy.vocabulary,
     }
-    update = updating(policy, policy.layers, P, mini, whole_row, cfg, c, world, on_gpu, head=True)
+    update = updating(policy, policy.layers, P, mini, whole_row, cfg, c, world, head=True)
     phases = {"sampling": sampling, "policy update": kept | update}
     if has_critic:
         row = whole_row if cfg.algorithm == "ppo" else cfg.max_prompt_tokens
-        update = updating(critic, critic_layers, P_critic, mini, row, cfg, c, world, on_gpu, head=False)
+        update = updating(critic, critic_layers, P_critic, mini, row, cfg, c, world, head=False)
         phases["critic update"] = kept | update
     return phases
 
@@ -153,7 +153,7 @@ def gathered_copies(P: int, c: int, world: int) -> int:
     return c * P if world > 1 or c == 2 else 0
 
 
-def updating(s: Shape, layers: int, P: int, rows: int, row: int, cfg, c: int, world: int, on_gpu: bool,
+def updating(s: Shape, layers: int, P: int, rows: int, row: int, cfg, c: int, world: int,
              head: bool) -> dict:
     """What one model's update adds to the weights and averages: its largest moment, item by item."""
     tokens = max(row, min(cfg.micro_batch_tokens, rows * row))  # of a micro-batch
@@ -186,8 +186,7 @@ def updating(s: Shape, layers: int, P: int, rows: int, row: int, cfg, c: int, wo
         ("backward: head", earlier + head_table * sums, kept_copies, stored, logits),
         ("backward: blocks", earlier + head_table, kept_copies, stored + one_block, inside),
         ("backward: embedding", gradients + table * (2 if several and head and s.tied else 1), 0, 0, 0),
-        # A GPU steps on all weights at once, which takes one more copy of them; a CPU on one tensor after the other.
-        ("optimizer step", gradients, 0, 0, 4 * P // world if on_gpu else 2 * table),
+        ("optimizer step", gradients, 0, 0, 0),  # fused: AdamW makes no copies
     ]
     _, *largest = max(moments, key=lambda m: sum(m[1:]))
     return dict(zip(("gradients", "compute copies of the weights", "activations", "workspace"), largest))
