@@ -181,10 +181,10 @@ def token_log_probs(hidden: torch.Tensor, head: nn.Module, actions: torch.Tensor
     """
 
     def one_chunk(hidden, actions):
-        log_pi = (head(hidden).float() / temperature).log_softmax(-1)  # [n, V]
-        with torch.no_grad():
-            entropy = -(log_pi.exp() * log_pi).sum(-1)  # [n]
-        return log_pi.gather(-1, actions[:, None])[:, 0], entropy
+        log_pi = head(hidden).float().div_(temperature).log_softmax(-1)  # [n, V]
+        log_probs = log_pi.gather(-1, actions[:, None])[:, 0]  # [n]
+        with torch.no_grad():  # last, where making the chunk again stops before it
+            return log_probs, -(log_pi.exp() * log_pi).sum(-1)  # [n], [n]
 
     size = max(1, chunk_logits // head.weight.shape[0])
     if len(actions) <= size:
