@@ -1346,6 +1346,7 @@ def begin_folder(cfg: Config, out: Path) -> None:
 
 def run(argv: list[str]) -> None:
     cfg = parse(argv)
+    ask_the_hub(cfg)
     if cfg.plan:
         sys.path.insert(0, str(HERE / "tests"))
         from memory_plan import print_plan
@@ -1356,7 +1357,6 @@ def run(argv: list[str]) -> None:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if cfg.device.startswith("cuda") else "gloo")
     out = choose_folder(cfg)
-    ask_the_hub(cfg)
     folder = newest_checkpoint(out) if cfg.resume else None
     say(f"{cfg.algorithm} on {cfg.model}, {world()} process(es) on {cfg.device}; folder {out}")
     policy, critic, tok, critic_tok = build(cfg)
