@@ -5,26 +5,27 @@ A problem with a checkable answer needs no token-level Markov decision process. 
 response is the action, the verifier's verdict is the reward, and the episode ends there:
 
     context    s_p                            the prompt
-    action     a = (a_1 ... a_T) ~ pi_old     ONE sampled response a prompt
+    action     a = (a_1 ... a_T) ~ pi_old     ONE sampled response per prompt
     reward     R(s_p, a) in {0, 1}            is the boxed answer right?
-    value      V_phi(s_p) = sigmoid(v_phi)    P(the policy solves s_p), from a critic that reads the prompt only
-    advantage  A = R - V_phi(s_p)             one number a response, the same for each of its tokens
-    update     J = E[ min(r_t A, clip(r_t, 1 - eps, 1 + eps) A) ],  r_t = pi_theta(a_t|s_p,a_<t) / pi_old(a_t|s_p,a_<t)
+    value      V_phi(s_p) = sigmoid(v_phi(s_p))   P(the policy solves s_p), from a critic that reads the prompt only
+    advantage  A = R - V_phi(s_p)             one number per response, the same for each of its tokens
+    update     J = E_t[ min(r_t A, clip(r_t, 1 - eps, 1 + eps) A) ],  r_t = pi_theta(a_t|s_p,a_<t) / pi_old(a_t|s_p,a_<t)
     critic     L_V = -E[ R log V + (1 - R) log(1 - V) ],            so that dL_V/dv = V - R = -A
 
 Token-level PPO would spread R over thousands of tokens through a per-token critic (GAE); GRPO would sample N responses
-a prompt to get its baseline. SPPO keeps PPO's one response and GRPO's one advantage a response. For each of them there
-is one function below (`--algorithm`), and the rest of the file is shared.
+per prompt to get its baseline. SPPO keeps PPO's one response and GRPO's one advantage per response. For each of them
+there is one function below (`--algorithm`), and the rest of the file is shared.
 
     python sppo.py                                       # the embedded toy: learns in minutes on a laptop's CPU
     python sppo.py --model Qwen2.5-0.5B                  # GSM8K on one 24 GB GPU
     torchrun --nproc-per-node 8 sppo.py --model DeepSeek-R1-Distill-Qwen-7B --dataset data.parquet
 
-Read in this order: settings, mathematics, rollout, update, training loop. Everything after the loop is plumbing:
-evaluation, data, models, checkpoints, the command line.
+Read in this order: settings, mathematics, rollout, update, training loop: that is the method. Everything after the
+loop is plumbing: evaluation, data, models, processes, checkpoints, the command line. Four small names are used before
+their section: `world()`, `rank()`, `everyone(x)` (the x of each process) and `gathered` (whole weights on each process).
 
 Shapes: B responses in a batch, P_i and T_i tokens in prompt and response i, S = padded length, D hidden width,
-V vocabulary, N = sum of T_i = response tokens of a micro-batch, laid end to end (so nothing here is ever masked).
+V vocabulary, N = sum of T_i = response tokens of a micro-batch, laid end to end (so no loss is ever masked).
 """
 
 import argparse
@@ -54,6 +55,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_optimizer_state_dict,
                                                      set_model_state_dict, set_optimizer_state_dict)
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
@@ -90,7 +92,7 @@ class Config:
                             "added to each prompt that does not speak of a box yet ('' adds nothing)")
     # the algorithm
     algorithm: str = flag("sppo", "whose advantage", choices=("sppo", "ppo", "grpo", "rloo", "remax", "reinforce"))
-    group_size: int = flag(8, "grpo, rloo: responses a prompt (N)")
+    group_size: int = flag(8, "grpo, rloo: responses per prompt (GRPO's N)")
     baseline: float = flag(0.5, "reinforce: the constant baseline b")
     gamma: float = flag(1.0, "ppo: discount of GAE")
     lam: float = flag(1.0, "ppo: lambda of GAE")
@@ -100,8 +102,8 @@ class Config:
     temperature: float = flag(1.0, "sampling temperature, in training and evaluation")
     # optimisation
     steps: int = flag(200, "training steps; a step is one batch of prompts")
-    batch_size: int = flag(128, "prompts a step (over all processes)")
-    mini_batch_size: int = flag(32, "prompts an optimizer step (over all processes)")
+    batch_size: int = flag(128, "prompts per step (over all processes)")
+    mini_batch_size: int = flag(32, "prompts per optimizer step (over all processes)")
     epochs: int = flag(1, "passes over each batch")
     lr: float = flag(1e-6, "policy's learning rate (AdamW)")
     critic_lr: float = flag(5e-6, "critic's learning rate")
@@ -114,13 +116,13 @@ class Config:
     # lengths, memory, device
     max_prompt_tokens: int = flag(1024, "longer prompts are dropped, and counted")
     max_response_tokens: int = flag(1024, "sampling stops here; a response cut off here earns 0")
-    micro_batch_tokens: int = flag(0, "padded tokens a forward and backward pass (0: 16384 on a GPU, 8192 on a CPU)")
+    micro_batch_tokens: int = flag(0, "padded tokens per forward and backward pass (0: 16384 on a GPU, 8192 on a CPU)")
     sample_batch_tokens: int = flag(131072, "prompt and response tokens sampled together: bounds the KV cache")
     gradient_checkpointing: bool = flag(False, "recompute each layer in the backward pass: less memory, more time")
     device: str = flag("", "cuda, mps or cpu (default: the best one there)")
     # evaluation, output
     eval_every: int = flag(20, "steps between evaluations (one comes before the first step, one after the last)")
-    eval_samples: int = flag(1, "responses an evaluation problem (avg@k); 0: greedy only")
+    eval_samples: int = flag(1, "responses per evaluation problem (avg@k); 0: greedy only")
     eval_greedy: bool = flag(False, "also evaluate greedy decoding")
     eval_size: int = flag(256, "evaluation problems used, and at most the rows held out when there is no other set")
     eval_only: bool = flag(False, "evaluate and stop")
@@ -148,6 +150,13 @@ class Config:
             raise UserError(f"--algorithm {self.algorithm} compares responses of one prompt: --group-size at least 2")
         if not (self.eval_samples or self.eval_greedy):
             raise UserError("--eval-samples 0 needs --eval-greedy, or there is nothing to evaluate")
+        if self.algorithm != "ppo":
+            self.critic_loss = "bce"
+
+    @property
+    def copies(self) -> int:
+        """Responses per prompt."""
+        return self.group_size if self.algorithm in ("grpo", "rloo") else 1
 
 
 # The published recipes, and what suits smaller machines: chosen by the end of the model's name, flags win over them.
@@ -183,7 +192,7 @@ def token_log_probs(hidden: torch.Tensor, head: nn.Module, actions: torch.Tensor
     def one_chunk(hidden, actions):
         log_pi = head(hidden).float().div_(temperature).log_softmax(-1)  # [n, V]
         log_probs = log_pi.gather(-1, actions[:, None])[:, 0]  # [n]
-        with torch.no_grad():  # last, where making the chunk again stops before it
+        with torch.no_grad():  # after the log-probs, because the recomputation in the backward pass stops there
             return log_probs, -(log_pi.exp() * log_pi).sum(-1)  # [n], [n]
 
     size = max(1, chunk_logits // head.weight.shape[0])
@@ -196,23 +205,22 @@ def token_log_probs(hidden: torch.Tensor, head: nn.Module, actions: torch.Tensor
 def sppo_advantage(R: torch.Tensor, V: torch.Tensor) -> torch.Tensor:
     """SPPO: A(s_p, a) = R(s_p, a) - V_phi(s_p).  [B], [B] -> [B]
 
-    V depends on the prompt alone, so it leaves the policy gradient unbiased; and Var(A) is least, p (1 - p), where V is
-    the solve rate p = P(R = 1 | s_p), which is what the critic learns. No division by a spread: a prompt
+    V depends on the prompt alone, so it leaves the policy gradient unbiased; and E[A^2] = p (1 - p) + (p - V)^2 is least
+    where V is the solve rate p = P(R = 1 | s_p), which is what the critic learns. No division by a spread: a prompt
     that is always solved has A = 0, not 0/0.
     """
     return R - V
 
 
 def gae_advantage(R: float, V: torch.Tensor, gamma: float, lam: float) -> torch.Tensor:
-    """Token-level PPO: A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t.  V [T] -> [T]
+    """Token-level PPO: A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = R_t + gamma V_{t+1} - V_t.  V [T] -> [T]
 
-    The only reward is R, after the last token. With lam < 1 token t sees it through a factor (gamma lam)^(T - t).
+    R_t is 0 before the last token and R there. With lam < 1 token t sees R through a factor (gamma lam)^(T - t).
     """
-    advantage, following, A = torch.zeros_like(V), 0.0, 0.0
-    for t in reversed(range(len(V))):
-        delta = (R if t == len(V) - 1 else 0.0) + gamma * following - V[t]
-        A = delta + gamma * lam * A
-        advantage[t], following = A, V[t]
+    advantage, A, T = torch.zeros_like(V), 0.0, len(V)
+    for t in reversed(range(T)):
+        delta = (R if t == T - 1 else gamma * V[t + 1]) - V[t]
+        A = advantage[t] = delta + gamma * lam * A
     return advantage
 
 
@@ -271,7 +279,7 @@ class Problem:
 
 @dataclass
 class Rollout:
-    """One batch on its way through the loop: each verb fills in its own fields, none overwrites another's."""
+    """One batch on its way through the loop: each function named here fills in its own fields, and no others."""
 
     problems: list[Problem]  # B contexts s_p
     responses: list[torch.Tensor] = None  # sample: B actions a, [T_i] tokens, the end token included
@@ -279,10 +287,10 @@ class Rollout:
     cut: list[bool] = None  # sample: stopped by the length limit, not by an end token
     reward: torch.Tensor = None  # verify: R [B]
     reasons: list[str] = None  # verify: why R is what it is
-    greedy_reward: torch.Tensor = None  # verify, remax only: R of the greedy response [B]
-    value_logits: list[torch.Tensor] = None  # value: v at the last prompt token, B x [1]; token-level PPO: B x [T_i]
+    greedy_reward: torch.Tensor = None  # train, remax only: R of the greedy response [B]
+    value: list[torch.Tensor] = None  # value: V at the last prompt token, B x [1]; token-level PPO: V_t, B x [T_i]
     advantage: list[torch.Tensor] = None  # advantage: A of each response token, B x [T_i]
-    critic_target: list[torch.Tensor] = None  # advantage: what the critic is to learn, shaped like value_logits
+    critic_target: list[torch.Tensor] = None  # advantage: what the critic is to learn, shaped like value
     old_log_probs: list[torch.Tensor] = None  # update: log pi_old(a_t | s_p, a_<t), B x [T_i]
 
 
@@ -311,6 +319,7 @@ def sample(ro: Rollout, policy: Policy, tok, cfg: Config, greedy: bool = False) 
     No top-k, top-p or repetition penalty, whatever the checkpoint recommends: the ratio r_t is about pi, so pi is what
     must be sampled. Short answers do not wait for long ones: whenever half of the rows have ended, the others are
     gathered and go on in a smaller batch (their beginnings are read again, which is one parallel pass).
+    (tok.end_ids and tok.pad_id are ours: `build` works them out.)
     """
     width = max(len(p.ids) for p in ro.problems) + cfg.max_response_tokens if ro.problems else 1
     rows_at_once = max(1, cfg.sample_batch_tokens // width)
@@ -339,10 +348,8 @@ def generate(lm, tok, begun: list[torch.Tensor], budget: int, temperature: float
     from transformers import GenerationConfig, StoppingCriteriaList
 
     device, width = lm.device, max(map(len, begun))
-    ids = torch.full((len(begun), width), tok.pad_id)  # [B, width], padded on the left
-    mask = torch.zeros_like(ids)
-    for row, seq in enumerate(begun):
-        ids[row, width - len(seq):], mask[row, width - len(seq):] = seq, 1
+    ids = pad_sequence(begun, True, tok.pad_id, padding_side="left")  # [B, width]
+    mask = pad_sequence([torch.ones_like(seq) for seq in begun], True, 0, padding_side="left")  # [B, width]
     how = dict(do_sample=False) if greedy else dict(do_sample=True, temperature=temperature, top_k=0, top_p=1.0)
     settings = GenerationConfig(max_new_tokens=budget, eos_token_id=sorted(tok.end_ids), pad_token_id=tok.pad_id, **how)
     half_done = HalfDone(torch.tensor(sorted(tok.end_ids), device=device), width)
@@ -379,44 +386,6 @@ def verify(ro: Rollout) -> None:
     ro.reward = torch.tensor([0.0 if cut else R for cut, (R, _) in zip(ro.cut, verdicts)])  # R [B]
 
 
-@torch.no_grad()
-def value(ro: Rollout, critic: Critic, cfg: Config) -> None:
-    """v_phi(s_p), the logit of V_phi(s_p), before the critic has learned anything from this batch."""
-    ro.value_logits = [None] * len(ro.problems)
-    sequences, counts = critic_inputs(ro, cfg)
-    for rows in micro_batches(list(map(len, sequences)), cfg.micro_batch_tokens):
-        ids, where = lay_out([sequences[i] for i in rows], [counts[i] for i in rows], critic.head.weight.device)
-        with autocast(ids.device):
-            v = critic(ids, where)
-        for i, v_i in zip(rows, v.cpu().split([counts[i] for i in rows])):
-            ro.value_logits[i] = v_i
-
-
-def advantage(ro: Rollout, cfg: Config) -> None:
-    """A for each response token, and what the critic is to learn: the one place where the algorithms differ."""
-    R = ro.reward  # [B]
-    if cfg.algorithm == "ppo":
-        values = [v if cfg.critic_loss == "mse" else v.sigmoid() for v in ro.value_logits]  # B x [T_i]
-        ro.advantage = [gae_advantage(r, V, cfg.gamma, cfg.lam) for r, V in zip(R.tolist(), values)]
-        ro.critic_target = [torch.full_like(V, r) if cfg.critic_loss == "bce" else A + V
-                            for r, V, A in zip(R.tolist(), values, ro.advantage)]
-        return
-    if cfg.algorithm == "sppo":
-        A = sppo_advantage(R, torch.cat(ro.value_logits).sigmoid())
-        ro.critic_target = list(R.split(1))  # B x [1]
-    elif cfg.algorithm == "grpo":
-        A = grpo_advantage(R, cfg.group_size)
-    elif cfg.algorithm == "rloo":
-        A = rloo_advantage(R, cfg.group_size)
-    elif cfg.algorithm == "remax":
-        A = remax_advantage(R, ro.greedy_reward)
-    else:
-        A = reinforce_advantage(R, cfg.baseline)
-    ro.advantage = [A_i.expand(len(a)) for A_i, a in zip(A, ro.responses)]  # one number, broadcast to every token
-
-# ------------------------------------------------------------------------------------------------------ 4. update
-
-
 def critic_inputs(ro: Rollout, cfg: Config) -> tuple[list[torch.Tensor], list[int]]:
     """What the critic reads for each response, and at how many of its last positions it is asked for a value.
 
@@ -432,10 +401,7 @@ def lay_out(sequences: list[torch.Tensor], counts: list[int], device) -> tuple[t
 
     No sequences at all (a process that has none left in this mini-batch, but has to take part): one dummy token, N = 0.
     """
-    width = max(map(len, sequences), default=1)
-    ids = torch.zeros(max(1, len(sequences)), width, dtype=torch.long)  # [B, S]
-    for row, seq in enumerate(sequences):
-        ids[row, : len(seq)] = seq
+    ids = pad_sequence(sequences or [torch.zeros(1, dtype=torch.long)], batch_first=True)  # [B, S]
     rows = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.long))  # [N]
     columns = [torch.arange(len(s) - n, len(s)) for s, n in zip(sequences, counts)]
     columns = torch.cat([torch.empty(0, dtype=torch.long), *columns])  # [N]
@@ -456,14 +422,53 @@ def micro_batches(lengths: list[int], budget: int, rows: list[int] | None = None
     return groups
 
 
-def in_step(groups: list[list[int]]) -> list[list[int]]:
+@torch.no_grad()
+def value(ro: Rollout, critic: Critic, cfg: Config) -> None:
+    """V_phi(s_p) = sigmoid(v_phi(s_p)), before the critic has learned anything from this batch."""
+    ro.value = [None] * len(ro.problems)
+    sequences, counts = critic_inputs(ro, cfg)
+    for rows in micro_batches(list(map(len, sequences)), cfg.micro_batch_tokens):
+        ids, where = lay_out([sequences[i] for i in rows], [counts[i] for i in rows], critic.head.weight.device)
+        with autocast(ids.device):
+            v = critic(ids, where)  # [n]
+        V = v if cfg.critic_loss == "mse" else v.sigmoid()  # [n]
+        for i, V_i in zip(rows, V.cpu().split([counts[i] for i in rows])):
+            ro.value[i] = V_i
+
+
+def advantage(ro: Rollout, cfg: Config) -> None:
+    """A for each response token, and what the critic is to learn: the one place where A differs by algorithm."""
+    R = ro.reward  # [B]
+    if cfg.algorithm == "ppo":
+        ro.advantage = [gae_advantage(r, V, cfg.gamma, cfg.lam) for r, V in zip(R.tolist(), ro.value)]
+        ro.critic_target = [torch.full_like(V, r) if cfg.critic_loss == "bce" else A + V
+                            for r, V, A in zip(R.tolist(), ro.value, ro.advantage)]
+        return
+    if cfg.algorithm == "sppo":
+        A = sppo_advantage(R, torch.cat(ro.value))
+        ro.critic_target = list(R.split(1))  # B x [1]
+    elif cfg.algorithm == "grpo":
+        A = grpo_advantage(R, cfg.group_size)
+    elif cfg.algorithm == "rloo":
+        A = rloo_advantage(R, cfg.group_size)
+    elif cfg.algorithm == "remax":
+        A = remax_advantage(R, ro.greedy_reward)
+    else:
+        A = reinforce_advantage(R, cfg.baseline)
+    ro.advantage = [A_i.expand(len(a)) for A_i, a in zip(A, ro.responses)]  # one number, broadcast to every token
+
+
+# ------------------------------------------------------------------------------------------------------ 4. update
+
+
+def pad_groups(groups: list[list[int]]) -> list[list[int]]:
     """The same, with empty groups added until every process has as many: each backward pass is a joint operation."""
     return groups + [[]] * (max(everyone(len(groups))) - len(groups))
 
 
 def remember_old_log_probs(policy: Policy, ro: Rollout, cfg: Config, rows: list[int]) -> None:
-    """log pi_old(a_t | s_p, a_<t) of these rows, by the same forward pass as the update's, so that r_t is exactly 1
-    before the first step. (The sampler's own numbers come from other kernels and differ in the last digits.)"""
+    """log pi_old(a_t | s_p, a_<t) of the mini-batches after the first (`policy_step` keeps the first one's own), by the
+    same forward pass as the update's. (The sampler's numbers come from other kernels and differ in the last digits.)"""
     lengths = [len(p.ids) + len(a) for p, a in zip(ro.problems, ro.responses)]
     with torch.no_grad():
         for group in micro_batches(lengths, cfg.micro_batch_tokens, rows):
@@ -484,8 +489,8 @@ def critic_step(critic: Critic, optimizer, ro: Rollout, cfg: Config, rows: list[
     """One step down L_V on these rows of the batch: the mean over the values asked for, on all processes."""
     sequences, counts = critic_inputs(ro, cfg)
     total = sum(everyone(sum(counts[i] for i in rows)))
-    loss_of = value_loss if cfg.algorithm == "sppo" or cfg.critic_loss == "bce" else lambda v, R: (v - R) ** 2 / 2
-    for group in in_step(micro_batches(list(map(len, sequences)), cfg.micro_batch_tokens, rows)):
+    loss_of = value_loss if cfg.critic_loss == "bce" else lambda v, target: (v - target) ** 2 / 2
+    for group in pad_groups(micro_batches(list(map(len, sequences)), cfg.micro_batch_tokens, rows)):
         ids, where = lay_out([sequences[i] for i in group], [counts[i] for i in group], critic.head.weight.device)
         with autocast(ids.device):
             v = critic(ids, where)  # [n]
@@ -503,10 +508,10 @@ def policy_step(policy: Policy, optimizer, ro: Rollout, cfg: Config, rows: list[
     """
     total = sum(everyone(sum(len(ro.responses[i]) for i in rows)))
     lengths = [len(p.ids) + len(a) for p, a in zip(ro.problems, ro.responses)]
-    for group in in_step(micro_batches(lengths, cfg.micro_batch_tokens, rows)):
+    for group in pad_groups(micro_batches(lengths, cfg.micro_batch_tokens, rows)):
         log_probs, entropy = policy_forward(policy, ro, group)  # [N]
         sizes = [len(ro.responses[i]) for i in group]
-        for i, new in zip(group, log_probs.detach().split(sizes) if group else ()):
+        for i, new in zip(group, log_probs.detach().split(sizes)):
             if ro.old_log_probs[i] is None:  # before the first step the policy is pi_old: nothing to compute twice
                 ro.old_log_probs[i] = new
         flat = lambda parts: torch.cat([log_probs.new_empty(0), *[parts[i].to(log_probs) for i in group]])  # [N]
@@ -541,20 +546,19 @@ def optimizer_step(model: nn.Module, optimizer, cfg: Config, stats: Counter, nam
 def update(policy: Policy, critic: Critic | None, optimizers: dict, ro: Rollout, cfg: Config, step: int) -> Counter:
     """Mini-batch by mini-batch: one critic step on L_V, then one clipped policy step. Returns sums for the metrics."""
     stats = Counter()
-    share = cfg.group_size if cfg.algorithm in ("grpo", "rloo") else 1  # responses a prompt
-    place = [(i // share) * world() + rank() for i in range(len(ro.problems))]  # this row's prompt's place in the batch
+    place = [i // cfg.copies * world() + rank() for i in range(len(ro.problems))]  # of row i's prompt in the whole batch
     minis = [[i for i, k in enumerate(place) if first <= k < first + cfg.mini_batch_size]
              for first in range(0, cfg.batch_size, cfg.mini_batch_size)]
     ro.old_log_probs = [None] * len(ro.problems)
-    learns = step > cfg.critic_warmup
-    if learns and len(minis) > 1:
+    policy_learns = critic is None or step > cfg.critic_warmup
+    if policy_learns and len(minis) > 1:
         with gathered(policy):
             remember_old_log_probs(policy, ro, cfg, sum(minis[1:], []))
     with recomputing(policy, critic, on=cfg.gradient_checkpointing):
         for rows in minis * cfg.epochs:
             if critic is not None:
                 critic_step(critic, optimizers["critic"], ro, cfg, rows, stats)
-            if learns:
+            if policy_learns:
                 policy_step(policy, optimizers["policy"], ro, cfg, rows, stats)
     return stats
 
@@ -563,8 +567,8 @@ def update(policy: Policy, critic: Critic | None, optimizers: dict, ro: Rollout,
 
 
 def train(cfg: Config, policy: Policy, critic: Critic | None, optimizers: dict, tok, problems: list[Problem],
-          eval_problems: list[Problem], out: Path, start: int) -> dict:
-    """The whole method, step by step: sample, verify, value, advantage, update. Returns the last row of metrics."""
+          eval_problems: list[Problem], out: Path, start: int) -> list[dict]:
+    """The whole method, step by step: sample, verify, value, advantage, update. Returns all rows of metrics."""
     log, stop = Log(cfg, out, start), StopRequest()
     if start == 0:
         row = {"step": 0, **evaluate(policy, tok, eval_problems, cfg)}
@@ -594,7 +598,7 @@ def train(cfg: Config, policy: Policy, critic: Critic | None, optimizers: dict, 
         with clock("update"):
             stats = update(policy, critic, optimizers, ro, cfg, step)  # critic: BCE; policy: clipped surrogate
 
-        row = {"step": step, **metrics(ro, stats, clock, cfg)}
+        row = {"step": step, **metrics(ro, stats, clock)}
         if step % cfg.eval_every == 0 or step == cfg.steps:
             row |= evaluate(policy, tok, eval_problems, cfg)
         log.write(row, ro)
@@ -616,8 +620,7 @@ def batch_of(problems: list[Problem], cfg: Config, step: int) -> list[Problem]:
     places = range((step - 1) * cfg.batch_size, step * cfg.batch_size)[rank()::world()]
     orders = {e: torch.randperm(len(problems), generator=torch.Generator().manual_seed(cfg.seed * 100_003 + e)).tolist()
               for e in {k // len(problems) for k in places}}
-    copies = cfg.group_size if cfg.algorithm in ("grpo", "rloo") else 1
-    return [problems[orders[k // len(problems)][k % len(problems)]] for k in places for _ in range(copies)]
+    return [problems[orders[k // len(problems)][k % len(problems)]] for k in places for _ in range(cfg.copies)]
 
 
 def greedy_reward(ro: Rollout, policy: Policy, tok, cfg: Config) -> torch.Tensor:
@@ -628,27 +631,28 @@ def greedy_reward(ro: Rollout, policy: Policy, tok, cfg: Config) -> torch.Tensor
     return greedy.reward
 
 
-def metrics(ro: Rollout, stats: Counter, clock: "Clock", cfg: Config) -> dict:
+def metrics(ro: Rollout, stats: Counter, clock: "Clock") -> dict:
     """The row of metrics.jsonl for one step, over the batches of all processes. Each key is explained in the README."""
     A = torch.stack([a.mean() for a in ro.advantage]) if ro.advantage else torch.empty(0)
-    V = torch.stack([v[0] for v in ro.value_logits]).sigmoid() if ro.value_logits else ro.reward - A
+    V = torch.stack([V_i[0] for V_i in ro.value]) if ro.value else ro.reward - A
     mine = [ro.reward.tolist(), V.tolist(), A.tolist(), [len(a) for a in ro.responses], ro.cut, ro.reasons]
     R, V, A, length, cut, reasons = (sum(parts, []) for parts in zip(*everyone(mine)))
     R, V, A = torch.tensor(R), torch.tensor(V), torch.tensor(A)
     all_stats = everyone(stats)
-    stats, ratio_max = sum(all_stats, Counter()), max(s["ratio_max"] for s in all_stats)
+    stats = Counter({key: sum(s[key] for s in all_stats) for key in set().union(*all_stats)})
+    ratio_max = max(s["ratio_max"] for s in all_stats)
     tokens, spread, mean_R = max(1, stats["tokens"]), R.var(correction=0), R.mean()
     entropy = lambda p: torch.special.entr(p) + torch.special.entr(1 - p)  # of a coin that shows 1 with probability p
     row = dict(reward=mean_R, value=V.mean(), advantage_std=A.std(correction=0))
-    if ro.value_logits:
+    if ro.value:
         p = V.clamp(1e-6, 1 - 1e-6)
         row |= dict(value_bce=-(R * p.log() + (1 - R) * (1 - p).log()).mean(), value_bce_constant=entropy(mean_R),
                     value_bce_floor=entropy(p).mean(),
                     explained_variance=1 - (R - V).var(correction=0) / spread if spread > 0 else None)
     row |= dict(ratio_mean=stats["ratio"] / tokens if stats["tokens"] else 1.0,
                 ratio_max=ratio_max if stats["tokens"] else 1.0, clip_share=stats["clipped"] / tokens,
-                kl=stats["kl"] / tokens, entropy=stats["entropy"] / tokens, response_tokens=sum(length) / len(length),
-                cut_share=sum(cut) / len(cut))
+                kl=stats["kl"] / tokens, entropy=stats["entropy"] / tokens if stats["tokens"] else None,
+                response_tokens=sum(length) / len(length), cut_share=sum(cut) / len(cut))
     for name in ("policy", "critic"):
         row[f"{name}_grad_norm"] = stats[f"{name}_norm"] / max(1, stats[f"{name}_steps"])
         row[f"{name}_skipped"] = round(stats[f"{name}_skipped"] / world())
@@ -666,24 +670,23 @@ def evaluate(policy: Policy, tok, problems: list[Problem], cfg: Config) -> dict:
 
     It uses random numbers of its own, the same at every evaluation; training's are set anew at each step.
     """
-    row, begin = {}, time.perf_counter()
+    row, clock = {}, Clock()
     for name, k, greedy in (("accuracy", cfg.eval_samples, False), ("accuracy_greedy", int(cfg.eval_greedy), True)):
         if k == 0:
             continue
         seed_everything(cfg.seed, -1)
         mine = [i for i in range(len(problems)) for _ in range(k)][rank()::world()]
         ro = Rollout([problems[i] for i in mine])
-        with gathered(policy):
+        with clock("evaluate"), gathered(policy):
             sample(ro, policy, tok, cfg, greedy)
-        verify(ro)
+            verify(ro)
         scores = [[] for _ in problems]  # k rewards a problem
         for i, R in sum(everyone(list(zip(mine, ro.reward.tolist()))), []):
             scores[i].append(R)
         means = torch.tensor([sum(s) / len(s) for s in scores])
         row[f"eval/{name}"] = means.mean().item()
         row[f"eval/{name}_ci95"] = 1.96 * means.std(correction=0).item() / math.sqrt(len(means))
-    row["seconds/evaluate"] = time.perf_counter() - begin
-    return row
+    return row | {"seconds/evaluate": clock.seconds["evaluate"]}
 
 
 class Log:
@@ -693,7 +696,7 @@ class Log:
         self.cfg, self.path, self.rows, self.bad = cfg, out / "metrics.jsonl", [], 0
         if self.path.exists():  # rows written after the checkpoint belong to steps that are done again
             lines = self.path.read_text().splitlines()
-            self.rows = [r for r in map(json.loads, filter(whole_json, lines)) if r["step"] <= start > 0]
+            self.rows = [r for r in map(json.loads, filter(whole_json, lines)) if start and r["step"] <= start]
             if rank() == 0:
                 replace_file(self.path, "".join(json.dumps(r) + "\n" for r in self.rows))
         self.bar = tqdm(total=cfg.steps, initial=start, desc="training", unit="step", disable=rank() > 0,
@@ -743,7 +746,7 @@ def describe_evaluation(row: dict) -> str:
 
 
 def describe_sample(ro: Rollout, step: int) -> str:
-    V = f"{ro.value_logits[0][0].sigmoid().item():.2f}" if ro.value_logits else "-"
+    V = f"{ro.value[0][0].item():.2f}" if ro.value else "-"
     clip = lambda text: text if len(text) <= 600 else f"{text[:300]} [...] {text[-300:]}"
     return (f"--- step {step}, one sample ---\n{clip(ro.problems[0].text)}{clip(ro.texts[0])}\n"
             f"--- gold {ro.problems[0].gold}, R = {ro.reward[0].item():.0f} ({ro.reasons[0]}), V = {V}, "
@@ -764,13 +767,12 @@ def summarise(rows: list[dict], out: Path, cfg: Config) -> None:
         means = [sum(part) / len(part) for part in (rewards[i:i + width] for i in range(0, len(rewards), width))]
         say("reward: " + "".join("▁▂▃▄▅▆▇█"[min(7, int(m * 8))] for m in means) + f"  (0 to 1, {width} step(s) a bar)")
     try:
-        import matplotlib
-        matplotlib.use("Agg")
-        from matplotlib import pyplot as plt
+        from matplotlib.figure import Figure
     except ImportError:
         pass
     else:
-        fig, ax = plt.subplots(figsize=(6, 3.5))
+        fig = Figure(figsize=(6, 3.5))
+        ax = fig.subplots()
         ax.plot([r["step"] for r in rows if "reward" in r], rewards, alpha=0.5, label="reward of the batch")
         for key in ("eval/accuracy", "eval/accuracy_greedy"):
             ax.plot(*zip(*[(r["step"], r[key]) for r in evaluated if key in r] or [((), ())]), marker="o", label=key)
@@ -791,9 +793,12 @@ def load_problems(name: str, split: str, cfg: Config, tok, critic_tok) -> list[P
     rows = read_rows(name, split)
     for column in filter(None, (cfg.prompt_column, cfg.answer_column)):
         if not any(pick(row, column) is not None for row in rows):
-            raise UserError(f"{name}: no row has a column {column!r}; the first has {', '.join(map(str, rows[0]))}")
+            first = next((row for row in rows if isinstance(row, dict)), {})
+            raise UserError(f"{name}: no row has a column {column!r}; the first has {', '.join(map(str, first)) or 'none'}")
     for number, row in enumerate(rows, 1):
         try:
+            if not isinstance(row, dict):
+                raise ValueError("no columns")
             prompt, gold = read_prompt(row, cfg), verifier.read_gold(read_answer(row, cfg))
             kept.append((number, render(prompt, tok, cfg.instruction), gold,
                          render(prompt, critic_tok, cfg.instruction) if critic_tok is not tok else None))
@@ -836,14 +841,14 @@ def read_rows(name: str, split: str) -> list[dict]:
             raise UserError(f"{name}: not a .jsonl, .json, .csv or .parquet file")
     except (OSError, ValueError, AttributeError, csv.Error) as error:
         raise UserError(f"{name}: cannot be read: {first_line(error)}") from None
-    rows = [row for row in rows if isinstance(row, dict)]
     if not rows:
         raise UserError(f"{name}: no rows in it")
     return rows
 
 
 def ask_the_hub(cfg: Config) -> None:
-    """Without a network the hub's library tries again for a minute; asked once, before its import, it need not."""
+    """Without a network the hub's library tries again for a minute: so ask here, once, before it is imported, and put
+    it into offline mode if nothing answers."""
     if on_hub(cfg.dataset) or not all(Path(resolve(m)).is_dir() for m in (cfg.model, cfg.critic_model or cfg.model)):
         try:
             urllib.request.urlopen(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5).close()
@@ -873,7 +878,7 @@ def read_hub(name: str, split: str) -> list[dict]:
 
 def pick(row: dict, column: str):
     """row["a"]["b"] for the column "a.b"; None where it is missing."""
-    if column in row:
+    if isinstance(row, dict) and column in row:
         return row[column]
     for part in column.split("."):
         row = row.get(part) if isinstance(row, dict) else None
@@ -927,6 +932,7 @@ def encode(texts: list[str], tok) -> list[torch.Tensor]:
 def split_problems(cfg: Config, tok, critic_tok) -> tuple[list[Problem], list[Problem]]:
     """Training and evaluation problems, none in both. Without an evaluation set of its own, a tenth is held out."""
     problems = load_problems(cfg.dataset, "train", cfg, tok, critic_tok)
+    rows = len(problems)
     if cfg.eval_dataset or on_hub(cfg.dataset):
         held = load_problems(cfg.eval_dataset or cfg.dataset, "test", cfg, tok, critic_tok)
         order = torch.randperm(len(held), generator=torch.Generator().manual_seed(0)).tolist()
@@ -940,7 +946,8 @@ def split_problems(cfg: Config, tok, critic_tok) -> tuple[list[Problem], list[Pr
     rest = [p for p in problems if p.text not in texts]
     if not rest and not cfg.eval_only:
         raise UserError(f"{cfg.dataset}: no problem is left to train on after {len(held)} are kept for evaluation")
-    say(f"evaluation: {len(held)} problems ({name}); training: {len(rest)}, none of them in it")
+    say(f"evaluation: {len(held)} problems ({name}); training: {len(rest)}, none of them in it "
+        f"({rows - len(rest)} held out or repeated)")
     return rest, held
 
 
@@ -1273,7 +1280,7 @@ class RunFailed(Exception):
 
 
 class StopRequest:
-    """Ctrl-C or TERM: the step is finished and saved, then the run ends. A second one ends it at once."""
+    """Ctrl-C or TERM: the step is finished and saved, then the run ends. A second one ends a single process at once."""
 
     def __init__(self):
         self.signum = 0
@@ -1284,7 +1291,7 @@ class StopRequest:
         self.signum = signum
         for again in (signal.SIGINT, signal.SIGTERM):  # torchrun passes the terminal's Ctrl-C on a second time
             signal.signal(again, signal.SIG_DFL if world() == 1 else signal.SIG_IGN)
-        say("stopping after this step (once more: at once)")
+        say("stopping after this step" + (" (once more: at once)" if world() == 1 else ""))
 
 
 # ------------------------------------------------------------------------------------------------ 11. command line
@@ -1364,15 +1371,16 @@ def run(argv: list[str]) -> None:
     if len(problems) < cfg.batch_size:
         say(f"note: {len(problems)} problems for batches of {cfg.batch_size}: a batch is now all of them")
         cfg.batch_size = max(1, len(problems))
-    begin_folder(cfg, out)
-    if cfg.eval_only:
-        Log(cfg, out, 0).write({"step": 0, **evaluate(policy, tok, eval_problems, cfg)})
-        return
     optimizers = make_optimizers(cfg, policy, critic)
     models = {"policy": policy} | ({"critic": critic} if critic is not None else {})
     start = restore(folder, models, optimizers) if folder else 0
+    if cfg.eval_only and cfg.resume:  # a look at the newest checkpoint; the run's files stay as they are
+        return say(describe_evaluation(evaluate(policy, tok, eval_problems, cfg)))
     if start >= cfg.steps:
         raise UserError(f"--resume {out}: all {cfg.steps} steps are done; give a larger --steps to go on")
+    begin_folder(cfg, out)
+    if cfg.eval_only:
+        return Log(cfg, out, 0).write({"step": 0, **evaluate(policy, tok, eval_problems, cfg)})
     say(f"a step: {cfg.batch_size} prompts, {math.ceil(cfg.batch_size / cfg.mini_batch_size)} mini-batches")
     rows = train(cfg, policy, critic, optimizers, tok, problems, eval_problems, out, start)
     if rank() == 0:

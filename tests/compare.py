@@ -176,7 +176,7 @@ def measure(sppo_run: Path, ppo_run: Path, samples: int = 64) -> dict:
     few = [i for i in range(len(R)) if i % samples < 16]  # a token critic reads whole responses: 16 a prompt will do
     part = sppo.Rollout([ro.problems[i] for i in few], responses=[ro.responses[i] for i in few])
     sppo.value(part, critic, cfg)
-    values = [v.sigmoid() for v in part.value_logits]  # V_t, B x [T_i]
+    values = [v for v in part.value]  # V_t, B x [T_i]
     for lam in (0.9, 0.95, 0.99, 1.0):
         A = [sppo.gae_advantage(R[i].item(), v, 1.0, lam) for i, v in zip(few, values)]
         same = torch.cat([exact[i].expand(len(v)) for i, v in zip(few, values)])

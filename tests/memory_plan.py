@@ -123,7 +123,7 @@ def plan(cfg, policy: Shape | None = None, critic: Shape | None = None) -> dict:
     P_critic = parameters(critic, critic_layers, head=False) + critic.width + 1 if has_critic else 0
 
     whole_row = cfg.max_prompt_tokens + cfg.max_response_tokens
-    copies = cfg.group_size if cfg.algorithm in ("grpo", "rloo") else 1  # responses a prompt
+    copies = cfg.copies
     batch = math.ceil(cfg.batch_size / world) * copies  # rows of this process
     mini = math.ceil(min(cfg.mini_batch_size, cfg.batch_size) / world) * copies
     kept = {"policy: weights": 4 * P // world, "policy: AdamW's averages": 8 * P // world,

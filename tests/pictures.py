@@ -52,7 +52,7 @@ def by_hand(problem: int = 6) -> None:
         policy.load_state_dict(start)
         print(f"prompt    {ro.problems[0].text!r}   ids {ro.problems[0].ids.tolist()}   gold {ro.problems[0].gold}\n"
               f"response  {ro.texts[0]!r}   {len(ro.responses[0])} tokens, end token included\n"
-              f"R = {ro.reward.item():.0f}   V = {torch.cat(ro.value_logits).sigmoid().item():.2f}   "
+              f"R = {ro.reward.item():.0f}   V = {torch.cat(ro.value).item():.2f}   "
               f"A = R - V = {ro.advantage[0][0].item():+.2f}, for each token")
         unsure = [t for t in range(len(before)) if before[t] < -0.01][:9]
         print("its unsure tokens (probability below 0.99), by place in the response:")

@@ -23,7 +23,9 @@ def test_quoted_code_stands_in_the_source():
 @pytest.mark.parametrize("page", PAGES)
 def test_flags_exist(page):
     known = {f.name.replace("_", "-") for f in dataclasses.fields(sppo.Config)}
-    known |= {"nproc-per-node", "index-url", "help", "checkpoint"}  # torchrun's, pip's, argparse's, value_check.py's
+    known |= {"nproc-per-node", "index-url", "help"}  # torchrun's, pip's, argparse's
+    for script in (ROOT / "tests").glob("*.py"):
+        known |= set(re.findall(r'add_argument\("--([a-z-]+)"', script.read_text()))
     for flag in re.findall(r"(?<![\w-])--([a-z][a-z-]+)", (ROOT / page).read_text()):
         assert flag in known, flag
 
@@ -39,6 +41,13 @@ def test_files_named_exist(page):
     text = (ROOT / page).read_text()
     for path in re.findall(r"(?<![\w/])((?:tests|toy|assets)/[\w./-]+\.\w+)", text) + re.findall(r"\]\((?!http)([^)#]+)\)", text):
         assert (ROOT / path).exists(), path
+
+
+def test_links_inside_the_tutorial_lead_to_its_headings():
+    text = (ROOT / "tutorial.md").read_text()
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= anchors
 
 
 def test_tests_named_in_the_readme_exist():

@@ -126,6 +126,18 @@ def test_resume_when_all_is_done_says_so(tmp_path, capsys):
     assert "all 1 steps are done" in capsys.readouterr().err
 
 
+def test_eval_only_of_a_run_shows_its_newest_checkpoint_and_changes_nothing(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert train(*LEARN, "--steps", 2, "--eval-size", 40, "--out", out) == 0
+    files = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    first, *_, last = rows_of(out)
+    capsys.readouterr()
+    assert sppo.main(["--resume", str(out), "--eval-only"]) == 0
+    said = capsys.readouterr().out
+    assert sppo.describe_evaluation(last) in said and last["eval/accuracy"] != first["eval/accuracy"]
+    assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == files
+
+
 # ------------------------------------------------------------------------------------------------ checkpoints
 
 
@@ -589,7 +601,7 @@ def test_critic_with_a_tokenizer_of_its_own(tmp_path):
         file = write_rows(tmp_path / "d.jsonl", SUMS[:5])
         ro = sppo.Rollout(sppo.load_problems(str(file), "train", cfg, tok, critic_tok))
         sppo.value(ro, critic_net, cfg)
-        values.append(torch.cat(ro.value_logits))
+        values.append(torch.cat(ro.value))
     assert torch.equal(*values) and values[0].std() > 0
     assert train("--critic-model", critic, "--steps", 2, "--out", tmp_path / "run") == 0
     assert sppo.main(["--resume", str(tmp_path / "run"), "--steps", "3"]) == 0

@@ -150,7 +150,7 @@ ADVANTAGES = {
 @pytest.mark.parametrize("algorithm", ADVANTAGES)
 def test_advantages_by_hand(algorithm):
     ro = fixed_rollout([3] * 8, [1, 2, 3, 4, 1, 2, 3, 4], R8)
-    ro.value_logits = list(torch.tensor([0.8, 0.8, 0.4, 0.4, 0.5, 0.9, 0.1, 0.5]).logit().split(1))
+    ro.value = list(torch.tensor([0.8, 0.8, 0.4, 0.4, 0.5, 0.9, 0.1, 0.5]).split(1))
     ro.greedy_reward = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0])
     sppo.advantage(ro, config("", algorithm=algorithm, group_size=4, baseline=0.25))
     for A, want, response in zip(ro.advantage, ADVANTAGES[algorithm], ro.responses, strict=True):
@@ -167,12 +167,11 @@ def test_a_group_that_agrees_teaches_grpo_and_rloo_nothing():
 @pytest.mark.parametrize("critic_loss", ["bce", "mse"])
 def test_token_level_ppo_values_each_token(critic_loss):
     ro = fixed_rollout([3, 3], [2, 3], [1.0, 0.0])
-    ro.value_logits = [torch.tensor([0.5, -0.2]), torch.tensor([0.1, 0.2, 0.3])]
+    ro.value = [torch.tensor([0.5, 0.2]), torch.tensor([0.1, 0.2, 0.3])]
     sppo.advantage(ro, config("", algorithm="ppo", critic_loss=critic_loss, lam=0.5, gamma=0.9))
-    for R, v, A, target in zip((1.0, 0.0), ro.value_logits, ro.advantage, ro.critic_target):
-        V = v.sigmoid() if critic_loss == "bce" else v
+    for R, V, A, target in zip((1.0, 0.0), ro.value, ro.advantage, ro.critic_target):
         torch.testing.assert_close(A, sppo.gae_advantage(R, V, 0.9, 0.5))
-        torch.testing.assert_close(target, torch.full_like(v, R) if critic_loss == "bce" else A + V)
+        torch.testing.assert_close(target, torch.full_like(V, R) if critic_loss == "bce" else A + V)
 
 
 def test_log_probs_and_entropy_in_closed_form_whole_and_in_chunks():
@@ -241,7 +240,7 @@ def test_the_first_pass_scores_exactly_what_was_sampled(awkward):
     ro.reward = torch.tensor([float(i % 2) for i in range(12)])
     sppo.value(ro, critic, cfg)
     sppo.advantage(ro, cfg)
-    row = sppo.metrics(ro, sppo.update(policy, critic, sgd(policy, critic, lr=0.0), ro, cfg, 1), sppo.Clock(), cfg)
+    row = sppo.metrics(ro, sppo.update(policy, critic, sgd(policy, critic, lr=0.0), ro, cfg, 1), sppo.Clock())
     assert row["ratio_mean"] == pytest.approx(1, abs=1e-5) and row["ratio_max"] == pytest.approx(1, abs=1e-5)
     assert row["kl"] == pytest.approx(0, abs=1e-7) and row["clip_share"] == 0
     lm = AutoModelForCausalLM.from_pretrained(awkward).eval()
@@ -340,7 +339,7 @@ def test_a_response_cut_off_at_the_limit_earns_nothing(rig):
     sppo.sample(ro, policy, tok, cfg)
     sppo.verify(ro)
     sppo.advantage(ro, cfg)
-    row = sppo.metrics(ro, Counter(), sppo.Clock(), cfg)
+    row = sppo.metrics(ro, Counter(), sppo.Clock())
     assert ro.texts[0] == "\\boxed{7}=" and ro.reward.tolist() == [0, 0, 0]
     assert (row["reward"], row["cut_share"], row["response_tokens"], row["why/cut_off"]) == (0, 1, 4, 3)
 
@@ -374,15 +373,15 @@ def test_evaluation_measures_the_solve_rate_once_a_problem_and_remax_takes_the_g
 def value_of(critic, prompts: list[list[int]], cfg) -> torch.Tensor:
     ro = sppo.Rollout([problem(p) for p in prompts])
     sppo.value(ro, critic, cfg)
-    return torch.cat(ro.value_logits)
+    return torch.cat(ro.value)
 
 
 def test_v_is_one_half_for_every_prompt_before_anything_is_learned_and_then_where_it_is_told_to_start(plain):
     _, critic, _, _ = sppo.build(config(plain))
-    assert value_of(critic, [[3], [4, 5, 6]], config(plain)).sigmoid().tolist() == [0.5, 0.5]
+    assert value_of(critic, [[3], [4, 5, 6]], config(plain)).tolist() == [0.5, 0.5]
     for rate, V in ((0.3, 0.3), (0.0, 0.01), (1.0, 0.99)):
         critic.start_at(rate)
-        got = value_of(critic, [[3], [4, 5, 6]], config(plain)).sigmoid()
+        got = value_of(critic, [[3], [4, 5, 6]], config(plain))
         torch.testing.assert_close(got, torch.tensor([V, V]))
 
 
@@ -397,7 +396,7 @@ def test_v_is_read_at_the_last_prompt_token_whatever_stands_beside_it(tmp_path, 
     for prompt, v in zip((long, short, ends_in_end), together):
         torch.testing.assert_close(value_of(critic, [prompt], cfg)[0], v, atol=1e-4, rtol=0)
         last = backbone(torch.tensor([prompt])).last_hidden_state[0, -1]
-        torch.testing.assert_close((last @ critic.head.weight[0]).detach(), v, atol=1e-4, rtol=0)
+        torch.testing.assert_close((last @ critic.head.weight[0]).detach().sigmoid(), v, atol=1e-4, rtol=0)
     assert together.std() > 0.01
 
 
@@ -407,10 +406,10 @@ def test_token_level_ppo_reads_v_before_each_response_token(plain):
     nn.init.normal_(critic.head.weight)
     ro = fixed_rollout([3, 7], [4, 2], [1, 0])
     sppo.value(ro, critic, cfg)
-    for p, a, v in zip(ro.problems, ro.responses, ro.value_logits, strict=True):
+    for p, a, v in zip(ro.problems, ro.responses, ro.value, strict=True):
         hidden = critic.backbone(torch.cat([p.ids, a])[None]).last_hidden_state[0]
         want = (hidden @ critic.head.weight[0]).detach()[len(p.ids) - 1:-1]
-        torch.testing.assert_close(v, want, atol=1e-4, rtol=0)
+        torch.testing.assert_close(v, want.sigmoid(), atol=1e-4, rtol=0)
 
 
 def test_the_critic_has_no_language_head_and_as_many_layers_as_asked_for(tmp_path):
@@ -553,6 +552,9 @@ def test_groups_stay_together_in_a_mini_batch(plain, monkeypatch):
 def test_the_critic_learns_alone_in_its_warm_up(plain):
     policy, critic, _, stats, before = updated(plain, critic_warmup=1)
     assert (weights(policy) == before[0]).all() and (weights(critic) != before[1]).any() and stats["policy_steps"] == 0
+    ro, cfg = fixed_rollout(PROMPTS, RESPONSES, REWARDS), config(plain, algorithm="reinforce", critic_warmup=1)
+    sppo.advantage(ro, cfg)
+    assert sppo.update(policy, None, sgd(policy), ro, cfg, 1)["policy_steps"] > 0  # no critic: nothing to wait for
 
 
 def test_a_gradient_above_the_limit_is_scaled_down_to_it(plain):
@@ -576,7 +578,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted(plain, broke
     for optimizer in optimizers.values():
         optimizer.param_groups[0]["lr"] = 1e-3
     stats = sppo.update(policy, critic, optimizers, ro, cfg, 1)
-    row = sppo.metrics(ro, stats, sppo.Clock(), cfg)
+    row = sppo.metrics(ro, stats, sppo.Clock())
     for name, model in models.items():
         assert row[f"{name}_skipped"] == (name == broken)
         assert (weights(model) == before[name]).all() == (name == broken)
@@ -599,7 +601,7 @@ def test_rewards_that_all_agree_and_a_batch_of_one_are_harmless(plain, reward):
     ro = fixed_rollout([3], [4], [reward])
     sppo.value(ro, critic, cfg)
     sppo.advantage(ro, cfg)
-    row = sppo.metrics(ro, sppo.update(policy, critic, sgd(policy, critic, 0.1), ro, cfg, 1), sppo.Clock(), cfg)
+    row = sppo.metrics(ro, sppo.update(policy, critic, sgd(policy, critic, 0.1), ro, cfg, 1), sppo.Clock())
     assert ro.advantage[0].tolist() == [reward - 0.5] * 4 and row["explained_variance"] is None
     assert all(v is None or math.isfinite(v) for v in row.values()) and weights(policy).isfinite().all()
 
@@ -610,13 +612,13 @@ def test_rewards_that_all_agree_and_a_batch_of_one_are_harmless(plain, reward):
 def test_metrics_by_hand():
     """Four responses; the value is measured in probabilities, token sums are divided by tokens, once."""
     ro = fixed_rollout([2] * 4, [1, 2, 3, 4], [1, 0, 1, 0])
-    ro.value_logits = list(torch.tensor([0.8, 0.4, 0.6, 0.2]).logit().split(1))
+    ro.value = list(torch.tensor([0.8, 0.4, 0.6, 0.2]).split(1))
     ro.cut = [False, True, False, False]
     cfg = config("")
     sppo.advantage(ro, cfg)
     stats = Counter(ratio=11.0, ratio_max=1.4, clipped=2, kl=0.5, entropy=7.0, tokens=10, policy_norm=3.0,
                     policy_steps=2, critic_norm=0.6, critic_steps=3, policy_skipped=1)
-    row = sppo.metrics(ro, stats, sppo.Clock(), cfg)
+    row = sppo.metrics(ro, stats, sppo.Clock())
     want = dict(reward=0.5, value=0.5, advantage_std=math.sqrt((0.04 + 0.16 + 0.16 + 0.04) / 4),
                 value_bce=-(2 * math.log(0.8) + 2 * math.log(0.6)) / 4, value_bce_constant=math.log(2),
                 value_bce_floor=-(0.8 * math.log(0.8) + 0.2 * math.log(0.2) + 0.6 * math.log(0.6)

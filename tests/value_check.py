@@ -49,7 +49,7 @@ def value_and_solve_rate(cfg, policy, critic, tok, problems, samples: int) -> tu
     sppo.verify(ro)
     once = sppo.Rollout(problems, responses=ro.responses[::samples])
     sppo.value(once, critic, cfg)
-    return torch.stack([v[0] for v in once.value_logits]).sigmoid(), ro.reward.view(-1, samples).mean(1)
+    return torch.stack([v[0] for v in once.value]), ro.reward.view(-1, samples).mean(1)
 
 
 if __name__ == "__main__":
