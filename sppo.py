@@ -44,6 +44,7 @@ import urllib.request
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that spin while they wait slow a busy CPU
@@ -85,7 +86,7 @@ class Config:
     critic_model: str = flag("", "critic's backbone, named like --model (default: the policy's own)")
     critic_layers: int = flag(0, "keep only the first K layers of the critic's backbone (0: all)")
     dataset: str = flag("gsm8k", "training problems: .jsonl/.json/.csv/.parquet file, or hub NAME[:CONFIG[:SPLIT]]")
-    eval_dataset: str = flag("", "evaluation problems (default: the hub set's test split, or rows held out)")
+    eval_dataset: str = flag("", "evaluation problems (default: a hub set's test split; for a file, rows held out of it)")
     prompt_column: str = flag("", "column of the problem (default: recognised)")
     answer_column: str = flag("", "column of the answer (default: recognised); dots reach into nested columns")
     instruction: str = flag(r"Think step by step, then give the final answer as \boxed{answer}.",
@@ -108,7 +109,7 @@ class Config:
     lr: float = flag(1e-6, "policy's learning rate (AdamW)")
     critic_lr: float = flag(5e-6, "critic's learning rate")
     lr_warmup: int = flag(0, "steps over which both learning rates rise linearly")
-    lr_decay: bool = flag(False, "let both learning rates fall linearly to 0 at the last step (off: constant)")
+    lr_decay: bool = flag(False, "let both learning rates fall linearly, to 0 after the last step (off: constant)")
     critic_warmup: int = flag(0, "first steps in which the critic alone learns")
     weight_decay: float = flag(0.01, "AdamW's weight decay")
     max_grad_norm: float = flag(1.0, "gradient norm above which gradients are scaled down")
@@ -471,7 +472,7 @@ def remember_old_log_probs(policy: Policy, ro: Rollout, cfg: Config, rows: list[
     same forward pass as the update's. (The sampler's numbers come from other kernels and differ in the last digits.)"""
     lengths = [len(p.ids) + len(a) for p, a in zip(ro.problems, ro.responses)]
     with torch.no_grad():
-        for group in micro_batches(lengths, cfg.micro_batch_tokens, rows):
+        for group in micro_batches(lengths, cfg.micro_batch_tokens, rows) or [[]]:  # [[]]: see `update`
             log_probs, _ = policy_forward(policy, ro, group)
             for i, part in zip(group, log_probs.split([len(ro.responses[i]) for i in group])):
                 ro.old_log_probs[i] = part
@@ -551,7 +552,9 @@ def update(policy: Policy, critic: Critic | None, optimizers: dict, ro: Rollout,
              for first in range(0, cfg.batch_size, cfg.mini_batch_size)]
     ro.old_log_probs = [None] * len(ro.problems)
     policy_learns = critic is None or step > cfg.critic_warmup
-    if policy_learns and len(minis) > 1:
+    # Several processes do this even without rows: FSDP fetches weights in the order of the forward passes before, which
+    # has to be the same everywhere.
+    if policy_learns and (len(minis) > 1 or world() > 1):
         with gathered(policy):
             remember_old_log_probs(policy, ro, cfg, sum(minis[1:], []))
     with recomputing(policy, critic, on=cfg.gradient_checkpointing):
@@ -578,9 +581,7 @@ def train(cfg: Config, policy: Policy, critic: Critic | None, optimizers: dict, 
 
     for step in range(start + 1, cfg.steps + 1):
         seed_everything(cfg.seed, step)
-        for name, optimizer in optimizers.items():
-            scale = min(1.0, step / max(1, cfg.lr_warmup)) * (1 - (step - 1) / cfg.steps if cfg.lr_decay else 1)
-            optimizer.param_groups[0]["lr"] = scale * (cfg.lr if name == "policy" else cfg.critic_lr)
+        set_rates(optimizers, cfg, step)
         clock = Clock()
         ro = Rollout(batch_of(problems, cfg, step))
         with gathered(policy, critic):
@@ -609,6 +610,13 @@ def train(cfg: Config, policy: Policy, critic: Critic | None, optimizers: dict, 
         if stopping:
             raise Stopped(stopping, f"stopped after step {step} and saved; go on with: python sppo.py --resume {out}")
     return log.rows
+
+
+def set_rates(optimizers: dict, cfg: Config, step: int) -> None:
+    scale = min(1.0, step / max(1, cfg.lr_warmup)) * (1 - (step - 1) / cfg.steps if cfg.lr_decay else 1)
+    for name, optimizer in optimizers.items():
+        lr = scale * (cfg.lr if name == "policy" else cfg.critic_lr)
+        optimizer.param_groups[0].update(lr=lr, weight_decay=cfg.weight_decay)
 
 
 def batch_of(problems: list[Problem], cfg: Config, step: int) -> list[Problem]:
@@ -846,10 +854,17 @@ def read_rows(name: str, split: str) -> list[dict]:
     return rows
 
 
-def ask_the_hub(cfg: Config) -> None:
-    """Without a network the hub's library tries again for a minute: so ask here, once, before it is imported, and put
-    it into offline mode if nothing answers."""
-    if on_hub(cfg.dataset) or not all(Path(resolve(m)).is_dir() for m in (cfg.model, cfg.critic_model or cfg.model)):
+def look_for_sources(cfg: Config) -> None:
+    """What can be known to be missing before anything loads.
+
+    Without a network the hub's library tries again for a minute: so ask here, once, before it is imported, and put
+    it into offline mode if nothing answers.
+    """
+    sets = [name for name in (cfg.dataset, cfg.eval_dataset) if name]
+    for name in sets:
+        if not on_hub(name) and not Path(name).expanduser().is_file():
+            raise UserError(f"{name}: no such file")
+    if any(map(on_hub, sets)) or not all(Path(resolve(m)).is_dir() for m in (cfg.model, cfg.critic_model or cfg.model)):
         try:
             urllib.request.urlopen(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5).close()
         except urllib.error.HTTPError:
@@ -934,9 +949,10 @@ def split_problems(cfg: Config, tok, critic_tok) -> tuple[list[Problem], list[Pr
     problems = load_problems(cfg.dataset, "train", cfg, tok, critic_tok)
     rows = len(problems)
     if cfg.eval_dataset or on_hub(cfg.dataset):
-        held = load_problems(cfg.eval_dataset or cfg.dataset, "test", cfg, tok, critic_tok)
+        hub = ":".join(cfg.dataset.split(":")[:2])  # NAME:CONFIG, without the split to train on
+        held = load_problems(cfg.eval_dataset or hub, "test", cfg, tok, critic_tok)
         order = torch.randperm(len(held), generator=torch.Generator().manual_seed(0)).tolist()
-        held, name = [held[i] for i in order[: cfg.eval_size]], cfg.eval_dataset or f"{cfg.dataset}, test split"
+        held, name = [held[i] for i in order[: cfg.eval_size]], cfg.eval_dataset or f"{hub}, test split"
     else:
         problems = list({p.text: p for p in problems}.values())
         order = torch.randperm(len(problems), generator=torch.Generator().manual_seed(0)).tolist()
@@ -1003,7 +1019,10 @@ def find_end_ids(tok, lm) -> set[int]:
         ends |= set(ids) if isinstance(ids, (list, tuple)) else {ids} - {None}
     if tok.chat_template:
         turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "ANSWER"}]
-        after = plain_ids(tok, tok.apply_chat_template(turns, tokenize=False).rpartition("ANSWER")[2])
+        try:
+            after = plain_ids(tok, tok.apply_chat_template(turns, tokenize=False).rpartition("ANSWER")[2])
+        except Exception as error:  # a template may raise what it likes
+            raise UserError(f"the chat template cannot write a user's and an answer's turn: {first_line(error)}") from None
         ends |= set(after[:1]) & set(tok.all_special_ids + list(tok.added_tokens_decoder))
     if not ends:
         raise UserError("neither the model nor its tokenizer names an end token: set eos_token_id in its config.json")
@@ -1030,6 +1049,8 @@ def build(cfg: Config):
     tok.end_ids = find_end_ids(tok, lm)
     tok.pad_id = tok.pad_token_id if tok.pad_token_id is not None else min(tok.end_ids)
     check_vocabulary(tok, lm, cfg.model)
+    if not tok.chat_template:
+        say("tokenizer: no chat template, so prompts are plain text")
     policy, critic, critic_tok = Policy(lm, cfg.temperature), None, tok
     check_head(policy, tok)
     lm.saved_dtype = AutoConfig.from_pretrained(resolve(cfg.model), trust_remote_code=cfg.trust_remote_code).dtype
@@ -1173,12 +1194,7 @@ class Clock:
     @contextmanager
     def __call__(self, phase: str):
         begin = time.perf_counter()
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            lower = "--micro-batch-tokens" if phase in ("update", "value") else "--sample-batch-tokens"
-            raise UserError(f"out of GPU memory in phase {phase!r}: lower {lower}, set --gradient-checkpointing or "
-                            "--critic-layers; --plan shows what is needed") from None
+        yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds[phase] += time.perf_counter() - begin
@@ -1219,8 +1235,10 @@ def save(cfg: Config, out: Path, step: int, policy: Policy, critic: Critic | Non
         shutil.rmtree(final, ignore_errors=True)
         os.replace(folder, final)
         flush(out)
-        for old in checkpoints(out)[: -cfg.keep]:
-            shutil.rmtree(old)
+        others = [c for c in checkpoints(out) if c.name != final.name]
+        older = [c for c in others if c.name < final.name]  # a newer one was passed over as broken when we resumed
+        for folder in set(others) - set(older[len(older) - cfg.keep + 1:]):
+            shutil.rmtree(folder)
     everyone(None)  # wait for process 0
 
 
@@ -1259,12 +1277,15 @@ def newest_checkpoint(out: Path) -> Path | None:
 
 def restore(folder: Path, models: dict, optimizers: dict) -> int:
     """Weights and optimizer states of policy and critic, onto any number of processes. Returns the step they are of."""
-    state, whole = torch.load(folder / "training.pt", weights_only=True), StateDictOptions(full_state_dict=True)
+    state, whole = torch.load(folder / "training.pt", weights_only=True, mmap=True), StateDictOptions(full_state_dict=True)
     if state["models"].keys() != models.keys():
         raise UserError(f"{folder} holds {' and '.join(state['models'])}, not {' and '.join(models)}: its --algorithm "
                         "is another")
     for name, model in models.items():
-        set_model_state_dict(model, state["models"][name], options=whole)
+        try:
+            set_model_state_dict(model, state["models"][name], options=whole)
+        except RuntimeError as error:
+            raise UserError(f"{folder} does not fit this {name}: {first_line(error)}") from None
         if state["optimizers"][name] is not None:
             set_optimizer_state_dict(model, optimizers[name], state["optimizers"][name], options=whole)
     say(f"resume: {folder}, step {state['step']}")
@@ -1312,6 +1333,8 @@ def parse(argv: list[str]) -> Config:
     given = vars(parser.parse_args(argv))
     saved = {}
     if "resume" in given:
+        if given.get("out", given["resume"]) != given["resume"]:
+            raise UserError("--resume goes on in the run's own folder: leave --out away")
         file = Path(given["resume"]) / "config.json"
         if not file.is_file():
             raise UserError(f"--resume {given['resume']}: no run there (no config.json)")
@@ -1321,6 +1344,8 @@ def parse(argv: list[str]) -> Config:
     model = given.get("model", saved.get("model", Config.model))
     recipe = next((r for name, r in RECIPES.items() if model.rstrip("/").removesuffix("-Instruct").endswith(name)), {})
     cfg = Config(**{**recipe, **saved, **given})
+    if cfg.critic_warmup >= cfg.steps and "critic_warmup" not in given:
+        cfg.critic_warmup = cfg.steps // 4  # a recipe's warm-up must leave the policy something
     cfg.check()
     cfg.device = cfg.device or ("cuda" if torch.cuda.is_available() else
                                 "mps" if torch.backends.mps.is_available() else "cpu")
@@ -1353,16 +1378,20 @@ def begin_folder(cfg: Config, out: Path) -> None:
 
 def run(argv: list[str]) -> None:
     cfg = parse(argv)
-    ask_the_hub(cfg)
+    look_for_sources(cfg)
     if cfg.plan:
         sys.path.insert(0, str(HERE / "tests"))
         from memory_plan import print_plan
         return print_plan(cfg)
-    verifier.start()  # its helper process has to be there before CUDA is
+    try:
+        verifier.start()  # its helper process has to be there before CUDA is
+    except RuntimeError as error:
+        raise UserError(str(error)) from None
     if "RANK" in os.environ:
         if cfg.device.startswith("cuda"):
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if cfg.device.startswith("cuda") else "gloo")
+        dist.init_process_group("nccl" if cfg.device.startswith("cuda") else "gloo",
+                                timeout=timedelta(hours=4))  # one process may sample, or save, much longer than another
     out = choose_folder(cfg)
     folder = newest_checkpoint(out) if cfg.resume else None
     say(f"{cfg.algorithm} on {cfg.model}, {world()} process(es) on {cfg.device}; folder {out}")
@@ -1371,6 +1400,8 @@ def run(argv: list[str]) -> None:
     if len(problems) < cfg.batch_size:
         say(f"note: {len(problems)} problems for batches of {cfg.batch_size}: a batch is now all of them")
         cfg.batch_size = max(1, len(problems))
+    if cfg.batch_size < world():
+        raise UserError(f"--batch-size {cfg.batch_size} for {world()} processes: each needs a prompt at least")
     optimizers = make_optimizers(cfg, policy, critic)
     models = {"policy": policy} | ({"critic": critic} if critic is not None else {})
     start = restore(folder, models, optimizers) if folder else 0
@@ -1381,7 +1412,8 @@ def run(argv: list[str]) -> None:
     begin_folder(cfg, out)
     if cfg.eval_only:
         return Log(cfg, out, 0).write({"step": 0, **evaluate(policy, tok, eval_problems, cfg)})
-    say(f"a step: {cfg.batch_size} prompts, {math.ceil(cfg.batch_size / cfg.mini_batch_size)} mini-batches")
+    say(f"a step: {cfg.batch_size} prompts, {math.ceil(cfg.batch_size / cfg.mini_batch_size)} mini-batches; {cfg.steps} steps"
+        + (f", the first {cfg.critic_warmup} for the critic alone" if critic is not None and cfg.critic_warmup else ""))
     rows = train(cfg, policy, critic, optimizers, tok, problems, eval_problems, out, start)
     if rank() == 0:
         summarise(rows, out, cfg)
@@ -1404,6 +1436,11 @@ def main(argv: list[str] | None = None) -> int:
         run(sys.argv[1:] if argv is None else argv)
     except UserError as error:
         print(f"sppo.py: {error}", file=sys.stderr)
+        return 2
+    except torch.OutOfMemoryError as error:
+        print("sppo.py: out of GPU memory: lower --sample-batch-tokens (while sampling) or --micro-batch-tokens (in the "
+              f"update), or set --gradient-checkpointing or --critic-layers; --plan adds it up ({first_line(error)})",
+              file=sys.stderr)
         return 2
     except RunFailed as error:
         print(f"sppo.py: {error}", file=sys.stderr)

@@ -32,7 +32,7 @@ class Critic(nn.Module):
         Attention is causal and padding stands on the right, so no position ever sees padding: no mask is needed.
         """
         hidden = self.backbone(input_ids=ids, use_cache=False).last_hidden_state[where]  # [n, D]
-        # A dot product written out, in float32 whatever the autocast: bfloat16 would round V to 1/256.
+        # A dot product written out, in float32 even under autocast: bfloat16 would round v to three digits.
         return (hidden.float() * self.head.weight.float()).sum(-1) + self.head.bias.float()  # [n]
 
     def start_at(self, solve_rate: float) -> None:

@@ -665,15 +665,18 @@ def test_two_processes_go_on_from_one(tmp_path, fixed):
     assert_same(rows_of(two), rows_of(one), 1e-5)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("algorithm", ["sppo", "ppo", "grpo", "remax"])
-def test_two_processes_sample_for_themselves(tmp_path, algorithm):
+@pytest.mark.parametrize("algorithm, prompts, mini", [
+    ("sppo", 3, 2),  # the second mini-batch has a row for the first process alone
+    *[pytest.param(*case, marks=pytest.mark.soak) for case in (
+        ("sppo", 2, 1), ("sppo", 5, 5), ("ppo", 5, 1), ("grpo", 5, 1), ("remax", 5, 1))]])
+def test_two_processes_sample_for_themselves(tmp_path, algorithm, prompts, mini):
+    """Uneven shares, empty ones included, must not leave one process waiting for the other."""
     out = tmp_path / "run"
     code, _, errors = outcome(torchrun(ROOT / "sppo.py", *TINY, "--algorithm", algorithm, "--group-size", 3,
-                                       "--batch-size", 5, "--mini-batch-size", 1, "--steps", 2, "--out", out))
+                                       "--batch-size", prompts, "--mini-batch-size", mini, "--steps", 2, "--out", out))
     assert code == 0, errors
     counts = [sum(v for k, v in r.items() if k.startswith("why/")) for r in rows_of(out)[1:]]
-    assert counts == [15 if algorithm == "grpo" else 5] * 2
+    assert counts == [prompts * (3 if algorithm == "grpo" else 1)] * 2
 
 
 @pytest.mark.soak
