@@ -1434,17 +1434,13 @@ def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 done, 1 the run failed, 2 bad input, 130/143 stopped by a signal."""
     try:
         run(sys.argv[1:] if argv is None else argv)
-    except UserError as error:
-        print(f"sppo.py: {error}", file=sys.stderr)
-        return 2
+    except (UserError, RunFailed) as error:
+        tqdm.write(f"sppo.py: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
     except torch.OutOfMemoryError as error:
-        print("sppo.py: out of GPU memory: lower --sample-batch-tokens (while sampling) or --micro-batch-tokens (in the "
-              f"update), or set --gradient-checkpointing or --critic-layers; --plan adds it up ({first_line(error)})",
-              file=sys.stderr)
+        tqdm.write("sppo.py: out of GPU memory: lower --sample-batch-tokens (while sampling) or --micro-batch-tokens (in "
+                   f"the update), or set --gradient-checkpointing or --critic-layers ({first_line(error)})", sys.stderr)
         return 2
-    except RunFailed as error:
-        print(f"sppo.py: {error}", file=sys.stderr)
-        return 1
     except (Stopped, KeyboardInterrupt) as error:
         signum, message = error.args or (signal.SIGINT, "stopped before the first step; nothing to save")
         say(message)

@@ -162,6 +162,14 @@ def test_keeps_the_newest_and_passes_over_a_broken_one(run_of_3, capsys):
     assert [r["step"] for r in rows_of(run_of_3)] == [0, 1, 2, 3]
 
 
+def test_a_broken_newer_checkpoint_does_not_push_out_the_whole_one_that_follows(run_of_3):
+    (run_of_3 / "checkpoint-000003/whole.json").unlink()
+    assert sppo.main(["--resume", str(run_of_3), "--steps", "2", "--keep", "1"]) == 2  # step 2 is there already
+    os.rename(run_of_3 / "checkpoint-000003", run_of_3 / "checkpoint-000009")
+    assert sppo.main(["--resume", str(run_of_3), "--steps", "3", "--keep", "1"]) == 0
+    assert [p.name for p in sppo.checkpoints(run_of_3)] == ["checkpoint-000003"]
+
+
 def test_no_whole_checkpoint_is_an_error_and_none_at_all_a_new_start(run_of_3, capsys):
     wanted = state_of(run_of_3, 3)
     for folder in sppo.checkpoints(run_of_3):
@@ -331,6 +339,21 @@ def refused(capsys, *flags) -> str:
 def test_bad_flags(capsys, monkeypatch, flags, word):
     monkeypatch.chdir(ROOT)
     assert word in refused(capsys, "--device", "cpu", *flags.split())
+
+
+def test_resume_stays_in_its_folder_and_with_its_models(capsys, run_of_3, tmp_path):
+    assert "--out" in refused(capsys, "--resume", run_of_3, "--out", tmp_path / "other")
+    assert "does not fit this critic" in refused(capsys, "--resume", run_of_3, "--critic-layers", 1, "--steps", 9)
+
+
+def test_out_of_memory_names_the_flags(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sppo, "generate", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA")))
+    assert "--sample-batch-tokens" in refused(capsys, *TINY, "--out", tmp_path / "run")
+
+
+def test_a_recipes_warm_up_leaves_the_policy_some_steps():
+    assert sppo.parse(["--steps", "20"]).critic_warmup == 5
+    assert sppo.parse(["--steps", "20", "--critic-warmup", "20"]).critic_warmup == 20
 
 
 @pytest.mark.parametrize("name, content", [
