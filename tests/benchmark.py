@@ -200,7 +200,7 @@ def benchmark_toy(args) -> None:
     steps = 4 if args.quick else 12
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, str(HERE / "sppo.py"), "--steps", str(steps), "--out", f"{folder}/run",
-                        "--eval-size", "16", "--device", DEVICE], check=True, capture_output=True)
+                        "--eval-size", "16", "--critic-warmup", "0", "--device", DEVICE], check=True, capture_output=True)
         rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
     rows = [r for r in rows if r["step"] > 1]
     spent = {phase: sum(r[f"seconds/{phase}"] for r in rows) for phase in ("sample", "verify", "value", "update")}

@@ -111,7 +111,7 @@ def main() -> None:
     fig, axes = figure(1, 2)
     for lam in (0.9, 0.95, 0.99, 1.0):
         for ax, T in zip(axes, (30, 1000)):
-            A = sppo.gae_advantage(1.0, torch.zeros(T), 1.0, lam)
+            A = sppo.gae_advantage(1.0, torch.zeros(T, dtype=torch.float64), 1.0, lam)
             ax.plot(range(1, T + 1), A, label=f"lambda {lam}")
             print(f"GAE of one reward 1 after T = {T} tokens, V = 0, lambda {lam}: A_1 = {A[0].item():.2g}")
     for ax in axes:
@@ -123,13 +123,13 @@ def main() -> None:
     keys = {"R and V": ("reward", "value"), "entropy, nats a token": ("entropy",),
             "critic's loss, nats": ("value_bce", "value_bce_constant"), "shares": ("clip_share", "cut_share")}
     fig, axes = figure(len(keys), len(runs), sharey="row")
-    for column, (name, rows) in zip(axes.T, runs.items()):
+    for number, (column, (name, rows)) in enumerate(zip(axes.T, runs.items())):
         rows = [r for r in rows if "reward" in r]
         for ax, (label, names) in zip(column, keys.items()):
             for key in names:
                 ax.plot([r["step"] for r in rows], [r.get(key) for r in rows], label=key)
             ax.legend(fontsize=7)
-            if column is axes.T[0]:
+            if number == 0:
                 ax.set_ylabel(label)
         column[0].set_title(name, fontsize=10)
         column[-1].set_xlabel("step")
