@@ -32,14 +32,14 @@ sppo.say = lambda *words: None  # the tables below are the output
 RESPONSES, STEPS = 128, 60  # responses a step (ReMax's greedy ones counted), in four mini-batches
 GRID = ("1.5e-4", "3e-4", "6e-4")  # policy learning rates; seed 100 decides, by the mean accuracy over its run
 ALGORITHMS = {  # name: flags, responses a prompt, and the rate that the grid chose when the README's table was made
-    "SPPO": ([], 1, "3e-4"),
-    "SPPO, 1-layer critic": (["--critic-layers", "1"], 1, "3e-4"),
-    "PPO, lambda 1": (["--algorithm", "ppo"], 1, "3e-4"),
+    "SPPO": ([], 1, "6e-4"),
+    "SPPO, 1-layer critic": (["--critic-layers", "1"], 1, "6e-4"),
+    "PPO, lambda 1": (["--algorithm", "ppo"], 1, "6e-4"),
     "PPO, lambda 0.95": (["--algorithm", "ppo", "--lam", "0.95"], 1, "3e-4"),
-    "GRPO, N = 8": (["--algorithm", "grpo"], 8, "3e-4"),
-    "RLOO, N = 8": (["--algorithm", "rloo"], 8, "3e-4"),
+    "GRPO, N = 8": (["--algorithm", "grpo"], 8, "6e-4"),
+    "RLOO, N = 8": (["--algorithm", "rloo"], 8, "6e-4"),
     "ReMax": (["--algorithm", "remax"], 2, "3e-4"),
-    "REINFORCE, b = 0.5": (["--algorithm", "reinforce"], 1, "3e-4"),
+    "REINFORCE, b = 0.5": (["--algorithm", "reinforce"], 1, "6e-4"),
 }
 CHAINS = {2: 0.24, 4: 0.12, 8: 0.06, 16: 0.03}  # steps a problem: the teacher's wrong rate, so that about half are solved
 
