@@ -23,7 +23,7 @@ def test_quoted_code_stands_in_the_source():
 @pytest.mark.parametrize("page", PAGES)
 def test_flags_exist(page):
     known = {f.name.replace("_", "-") for f in dataclasses.fields(sppo.Config)}
-    known |= {"nproc-per-node", "index-url", "help"}  # torchrun's, pip's, argparse's
+    known |= {"nproc-per-node", "shutdown-timeout", "index-url", "help"}  # torchrun's, pip's, argparse's
     for script in (ROOT / "tests").glob("*.py"):
         known |= set(re.findall(r'add_argument\("--([a-z-]+)"', script.read_text()))
     for flag in re.findall(r"(?<![\w-])--([a-z][a-z-]+)", (ROOT / page).read_text()):
