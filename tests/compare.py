@@ -274,7 +274,7 @@ def draw(curves: dict, values: dict, found: dict, folder: Path) -> None:
             ax.plot([0, 1], [0, 1], color="gray", lw=1)
             ax.plot(V, rate, "o", ms=3, alpha=0.5)
             ax.set(title=f"{name}: Pearson {correlation(V, rate):.2f}, Spearman {correlation(ranks(V), ranks(rate)):.2f}",
-                   xlabel="V(s_p)", ylabel="solve rate over 32 samples")
+                   xlabel="V(s_p)", ylabel="measured solve rate")
             ax.title.set_fontsize(9)
     lengths = [n for n in found if n]
     with picture("advantage", 2) as axes:
@@ -345,11 +345,11 @@ def main() -> None:
               for name in ALGORITHMS}
     values, found = {}, {}
     if not args.quick:
-        for name in ("SPPO", "SPPO, 1-layer critic"):
-            for step in (15, 60):
-                run = load_run(jobs[name, 0].result(), f"checkpoint-{step:06d}")
-                values[f"{name}, step {step}"] = value_and_solve_rate(*run, samples=32)
         found = {n: measure(stills[n, "sppo"].result(), stills[n, "ppo"].result()) for n in (0, *CHAINS)}
+        values["beside a still policy"] = torch.tensor(found[0]["V"]), torch.tensor(found[0]["rate"])
+        for step in (15, 60):
+            run = load_run(jobs["SPPO", 0].result(), f"checkpoint-{step:06d}")
+            values[f"in a race, step {step}"] = value_and_solve_rate(*run, samples=32)
     folder = args.out if args.quick else ROOT / "assets"
     folder.mkdir(exist_ok=True)
     write_csv(curves, values, found, folder / "compare.csv")
