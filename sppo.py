@@ -47,8 +47,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that spin while they wait slow a busy CPU
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -163,9 +161,9 @@ class Config:
 # The published recipes, and what suits smaller machines: chosen by the end of the model's name, flags win over them.
 RECIPES = {
     "toy/model": dict(dataset=str(HERE / "toy/train.jsonl"), eval_dataset=str(HERE / "toy/test.jsonl"), instruction="",
-                      steps=160, batch_size=256, mini_batch_size=64, lr=1.5e-4, critic_lr=1e-3,
-                      critic_warmup=35, max_prompt_tokens=64, max_response_tokens=64, eval_samples=4, eval_greedy=True,
-                      eval_every=20, save_every=40, keep=4),
+                      steps=150, batch_size=128, mini_batch_size=32, lr=3e-4, critic_lr=1e-3,
+                      critic_warmup=40, max_prompt_tokens=64, max_response_tokens=64, eval_samples=4, eval_greedy=True,
+                      eval_every=30, save_every=45, keep=4),
     "Qwen2.5-0.5B": dict(critic_layers=12, gradient_checkpointing=True),
     "DeepSeek-R1-Distill-Qwen-1.5B": dict(
         batch_size=256, mini_batch_size=128, lr=1e-6, critic_lr=5e-6, weight_decay=0.01, max_prompt_tokens=1024,
@@ -1046,6 +1044,8 @@ def build(cfg: Config):
     logging.disable_progress_bar()
     tok = load_tokenizer(cfg.model, cfg)
     lm = load(AutoModelForCausalLM, cfg.model, cfg)
+    if cfg.device == "cpu" and lm.num_parameters() < 2_000_000:
+        torch.set_num_threads(1)  # waking a second thread costs more than such small matrices gain from it
     tok.end_ids = find_end_ids(tok, lm)
     tok.pad_id = tok.pad_token_id if tok.pad_token_id is not None else min(tok.end_ids)
     check_vocabulary(tok, lm, cfg.model)
@@ -1105,6 +1105,15 @@ def world() -> int:
 
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def join_processes(cfg: Config) -> None:
+    """Under torchrun: one GPU for each process of a machine, and a group of all processes."""
+    if "RANK" in os.environ:
+        if cfg.device.startswith("cuda"):
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if cfg.device.startswith("cuda") else "gloo",
+                                timeout=timedelta(hours=4))  # one process may sample, or save, much longer than another
 
 
 def everyone(mine) -> list:
@@ -1235,9 +1244,8 @@ def save(cfg: Config, out: Path, step: int, policy: Policy, critic: Critic | Non
         shutil.rmtree(final, ignore_errors=True)
         os.replace(folder, final)
         flush(out)
-        others = [c for c in checkpoints(out) if c.name != final.name]
-        older = [c for c in others if c.name < final.name]  # a newer one was passed over as broken when we resumed
-        for folder in set(others) - set(older[len(older) - cfg.keep + 1:]):
+        older = [c for c in reversed(checkpoints(out)) if c.name < final.name]  # newer ones: broken when we resumed
+        for folder in set(checkpoints(out)) - {final, *older[:cfg.keep - 1]}:
             shutil.rmtree(folder)
     everyone(None)  # wait for process 0
 
@@ -1387,11 +1395,7 @@ def run(argv: list[str]) -> None:
         verifier.start()  # its helper process has to be there before CUDA is
     except RuntimeError as error:
         raise UserError(str(error)) from None
-    if "RANK" in os.environ:
-        if cfg.device.startswith("cuda"):
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if cfg.device.startswith("cuda") else "gloo",
-                                timeout=timedelta(hours=4))  # one process may sample, or save, much longer than another
+    join_processes(cfg)
     out = choose_folder(cfg)
     folder = newest_checkpoint(out) if cfg.resume else None
     say(f"{cfg.algorithm} on {cfg.model}, {world()} process(es) on {cfg.device}; folder {out}")

@@ -202,10 +202,11 @@ def benchmark_toy(args) -> None:
         subprocess.run([sys.executable, str(HERE / "sppo.py"), "--steps", str(steps), "--out", f"{folder}/run",
                         "--eval-size", "16", "--critic-warmup", "0", "--device", DEVICE], check=True, capture_output=True)
         rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
+        batch = json.load(open(f"{folder}/run/config.json"))["batch_size"]
     rows = [r for r in rows if r["step"] > 1]
     spent = {phase: sum(r[f"seconds/{phase}"] for r in rows) for phase in ("sample", "verify", "value", "update")}
     tokens = rows[-1]["response_tokens"]
-    whole = sum(256 * r["response_tokens"] / r["tokens_per_second"] for r in rows)  # the step, all but eval and saving
+    whole = sum(batch * r["response_tokens"] / r["tokens_per_second"] for r in rows)  # the step, all but eval and saving
     report("toy: sampling + update, share of a step", (spent["sample"] + spent["update"]) / whole, 0.85,
            f"{whole / len(rows):.2f} s a step, {tokens:.0f} tokens a response", least=True)
     report("toy: values, share of a step", spent["value"] / whole)

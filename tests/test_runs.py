@@ -162,6 +162,13 @@ def test_keeps_the_newest_and_passes_over_a_broken_one(run_of_3, capsys):
     assert [r["step"] for r in rows_of(run_of_3)] == [0, 1, 2, 3]
 
 
+def test_keeps_as_many_as_asked_for(run_of_3):
+    assert sppo.main(["--resume", str(run_of_3), "--steps", "6", "--keep", "4", "--save-every", "1"]) == 0
+    assert [p.name for p in sppo.checkpoints(run_of_3)] == [f"checkpoint-{k:06d}" for k in (3, 4, 5, 6)]
+    assert sppo.main(["--resume", str(run_of_3), "--steps", "8", "--keep", "6"]) == 0
+    assert [p.name for p in sppo.checkpoints(run_of_3)] == [f"checkpoint-{k:06d}" for k in (3, 4, 5, 6, 7, 8)]
+
+
 def test_a_broken_newer_checkpoint_does_not_push_out_the_whole_one_that_follows(run_of_3):
     (run_of_3 / "checkpoint-000003/whole.json").unlink()
     assert sppo.main(["--resume", str(run_of_3), "--steps", "2", "--keep", "1"]) == 2  # step 2 is there already
