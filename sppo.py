@@ -161,9 +161,9 @@ class Config:
 # The published recipes, and what suits smaller machines: chosen by the end of the model's name, flags win over them.
 RECIPES = {
     "toy/model": dict(dataset=str(HERE / "toy/train.jsonl"), eval_dataset=str(HERE / "toy/test.jsonl"), instruction="",
-                      steps=150, batch_size=128, mini_batch_size=32, lr=3e-4, critic_lr=1e-3,
+                      steps=180, batch_size=128, mini_batch_size=32, lr=3e-4, critic_lr=1e-3,
                       critic_warmup=40, max_prompt_tokens=64, max_response_tokens=64, eval_samples=4, eval_greedy=True,
-                      eval_every=30, save_every=45, keep=4),
+                      eval_every=30, save_every=20, keep=9),
     "Qwen2.5-0.5B": dict(critic_layers=12, gradient_checkpointing=True),
     "DeepSeek-R1-Distill-Qwen-1.5B": dict(
         batch_size=256, mini_batch_size=128, lr=1e-6, critic_lr=5e-6, weight_decay=0.01, max_prompt_tokens=1024,
