@@ -1030,10 +1030,13 @@ def find_end_ids(tok, lm) -> set[int]:
 def load(auto_class, name: str, cfg: Config) -> nn.Module:
     """Weights in float32 (updates of 1e-6 would round away in bfloat16), from safetensors alone, dropout off (eval)."""
     try:
-        return auto_class.from_pretrained(resolve(name), dtype=torch.float32, use_safetensors=True,
-                                          trust_remote_code=cfg.trust_remote_code).eval()
+        model = auto_class.from_pretrained(resolve(name), dtype=torch.float32, use_safetensors=True,
+                                           trust_remote_code=cfg.trust_remote_code).eval()
     except Exception as error:
         raise UserError(f"{name}: cannot be loaded: {first_line(error)}") from None
+    for module in model.modules():  # no dropout, even where `recomputing` puts layers into training mode
+        vars(module).update({key: 0.0 for key, rate in vars(module).items() if "drop" in key and type(rate) is float})
+    return model
 
 
 def build(cfg: Config):
@@ -1070,7 +1073,8 @@ def build(cfg: Config):
             raise UserError(str(error)) from None
     for model in filter(None, (lm, critic and critic.backbone)):
         if cfg.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            old_name = model.gradient_checkpointing_enable  # until transformers 5.23
+            getattr(model, "activation_checkpointing_enable", old_name)({"use_reentrant": False})
     policy, critic = (shard(m, cfg) for m in (policy, critic))
     return policy, critic, tok, critic_tok
 
@@ -1167,8 +1171,11 @@ def gathered(*models: nn.Module | None):
 
 @contextmanager
 def recomputing(*models: nn.Module | None, on: bool):
-    """Gradient checkpointing for the update alone. transformers ties it to training mode; setting that on the layers
-    themselves, not on what is in them, leaves dropout off, and outside this block sampling keeps its KV cache."""
+    """Gradient checkpointing for the update alone; outside this block sampling keeps its KV cache.
+
+    transformers ties it to training mode. That is set on the layers themselves, not on what is in them, so dropout
+    stays off (`load` sees to the layers' own).
+    """
     modules = [m for model in models if model is not None and on for m in model.modules()]
     layers = [m for m in modules if getattr(m, "gradient_checkpointing", False)]
     for layer in layers:

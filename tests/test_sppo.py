@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM
 
 import rigged
 import sppo
@@ -527,6 +527,19 @@ def test_gradient_checkpointing_recomputes_and_gives_the_same_weights(awkward, e
         assert not any(m.training for m in policy.modules() if "Attention" in str(type(m)))
         sppo.policy_forward(policy, again[2], [0])[0].sum().backward()
     assert len(calls) == 2 and not any(m.training for m in policy.lm.modules())
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+def test_gradient_checkpointing_leaves_a_layers_own_dropout_off(tmp_path):
+    """OPT's layers ask for dropout themselves, by their training flag, which checkpointing needs to be on."""
+    OPTForCausalLM(OPTConfig(vocab_size=16, hidden_size=8, num_hidden_layers=2, ffn_dim=8, num_attention_heads=2,
+                             word_embed_proj_dim=8, max_position_embeddings=16, dropout=0.5)).save_pretrained(tmp_path)
+    lm = sppo.load(AutoModelForCausalLM, str(tmp_path), config(tmp_path))
+    lm.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.tensor([[4, 5, 6, 7]])
+    with sppo.recomputing(lm, on=True):
+        recomputed = lm(ids).logits
+    torch.testing.assert_close(recomputed, lm(ids).logits)
 
 
 def test_only_later_mini_batches_need_their_old_log_probs_beforehand(plain, monkeypatch):
