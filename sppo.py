@@ -128,7 +128,7 @@ class Config:
     show_every: int = flag(10, "steps between decoded samples")
     save_every: int = flag(50, "steps between checkpoints (the last step is always saved)")
     keep: int = flag(2, "checkpoints kept")
-    out: str = flag("", "the run's folder, a new one (default: runs/MODEL-DATE-TIME)")
+    out: str = flag("", "the run's folder, a new one (default: runs/MODEL-ALGORITHM-SEED-DATE)")
     resume: str = flag("", "go on with the run in this folder; other flags given change it")
     plan: bool = flag(False, "print the memory this run would need, and stop")
     trust_remote_code: bool = flag(False, "run Python code that comes with the model folder")
@@ -143,6 +143,9 @@ class Config:
                      "dual_clip", "micro_batch_tokens"):
             if not getattr(self, name) >= 0:
                 raise UserError(f"--{name.replace('_', '-')} must not be negative")
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"--{name} must be from 0 to 1, not {getattr(self, name)}")
         if 0 < self.dual_clip <= 1 + self.clip_range:
             raise UserError(f"--dual-clip must be above 1 + clip range, or 0; not {self.dual_clip}")
         if self.algorithm in ("grpo", "rloo") and self.group_size < 2:
@@ -161,9 +164,9 @@ class Config:
 # The published recipes, and what suits smaller machines: chosen by the end of the model's name, flags win over them.
 RECIPES = {
     "toy/model": dict(dataset=str(HERE / "toy/train.jsonl"), eval_dataset=str(HERE / "toy/test.jsonl"), instruction="",
-                      steps=180, batch_size=128, mini_batch_size=32, lr=3e-4, critic_lr=1e-3,
-                      critic_warmup=40, max_prompt_tokens=64, max_response_tokens=64, eval_samples=4, eval_greedy=True,
-                      eval_every=30, save_every=20, keep=9),
+                      steps=200, batch_size=128, mini_batch_size=32, lr=3e-4, critic_lr=1e-3,
+                      critic_warmup=60, max_prompt_tokens=64, max_response_tokens=64, eval_samples=4, eval_greedy=True,
+                      eval_every=40, save_every=20, keep=10),
     "Qwen2.5-0.5B": dict(critic_layers=12, gradient_checkpointing=True),
     "DeepSeek-R1-Distill-Qwen-1.5B": dict(
         batch_size=256, mini_batch_size=128, lr=1e-6, critic_lr=5e-6, weight_decay=0.01, max_prompt_tokens=1024,
@@ -440,7 +443,8 @@ def advantage(ro: Rollout, cfg: Config) -> None:
     R = ro.reward  # [B]
     if cfg.algorithm == "ppo":
         ro.advantage = [gae_advantage(r, V, cfg.gamma, cfg.lam) for r, V in zip(R.tolist(), ro.value)]
-        ro.critic_target = [torch.full_like(V, r) if cfg.critic_loss == "bce" else A + V
+        # mse: the lambda-return; bce: the reward itself, discounted to each token, as its target has to be in [0, 1]
+        ro.critic_target = [r * cfg.gamma ** torch.arange(len(V) - 1.0, -1, -1) if cfg.critic_loss == "bce" else A + V
                             for r, V, A in zip(R.tolist(), ro.value, ro.advantage)]
         return
     if cfg.algorithm == "sppo":
@@ -806,7 +810,10 @@ def load_problems(name: str, split: str, cfg: Config, tok, critic_tok) -> list[P
             if not isinstance(row, dict):
                 raise ValueError("no columns")
             prompt, gold = read_prompt(row, cfg), verifier.read_gold(read_answer(row, cfg))
-            kept.append((number, render(prompt, tok, cfg.instruction), gold,
+            text = render(prompt, tok, cfg.instruction)
+            if any("\ud800" <= c <= "\udfff" for c in text + gold):
+                raise ValueError("broken unicode (half of a character)")
+            kept.append((number, text, gold,
                          render(prompt, critic_tok, cfg.instruction) if critic_tok is not tok else None))
         except ValueError as error:
             dropped.setdefault(str(error), []).append(number)
@@ -898,10 +905,16 @@ def pick(row: dict, column: str):
     return row
 
 
+def first_filled(row: dict, columns: tuple[str, ...]):
+    """The first of these columns that has something in it: neither None nor blank, and no NaN or infinity."""
+    empty = lambda x: x is None or (not x.strip() if isinstance(x, str) else isinstance(x, float) and not math.isfinite(x))
+    return next((x for x in (pick(row, c) for c in columns) if not empty(x)), None)
+
+
 def read_prompt(row: dict, cfg: Config) -> str | list[dict]:
     """A text, or a list of chat turns (which may hold worked examples and must end with the user's)."""
     columns = (cfg.prompt_column,) if cfg.prompt_column else ("question", "problem", "prompt")
-    prompt = next((p for p in (pick(row, c) for c in columns) if p is not None), None)
+    prompt = first_filled(row, columns)
     if prompt is None and not cfg.prompt_column and row.get("Question") is not None:  # SVAMP
         prompt = " ".join(str(row[c]).strip() for c in ("Body", "Question") if row.get(c))
     if isinstance(prompt, list):
@@ -909,14 +922,14 @@ def read_prompt(row: dict, cfg: Config) -> str | list[dict]:
                                  ("system", "user", "assistant") for t in prompt) or prompt[-1]["role"] != "user":
             raise ValueError("prompt is no list of chat turns ending with the user's")
         return prompt
-    if prompt is None or isinstance(prompt, (dict, bool)) or not str(prompt).strip():
+    if prompt is None or isinstance(prompt, (dict, bool)):
         raise ValueError("empty prompt")
     return str(prompt)
 
 
 def read_answer(row: dict, cfg: Config):
     columns = (cfg.answer_column,) if cfg.answer_column else ("answer", "Answer", "reward_model.ground_truth")
-    return next((a for a in (pick(row, c) for c in columns) if a is not None), None)
+    return first_filled(row, columns)
 
 
 def render(prompt: str | list[dict], tok, instruction: str) -> str:
@@ -1077,6 +1090,18 @@ def build(cfg: Config):
             getattr(model, "activation_checkpointing_enable", old_name)({"use_reentrant": False})
     policy, critic = (shard(m, cfg) for m in (policy, critic))
     return policy, critic, tok, critic_tok
+
+
+def check_lengths(cfg: Config, policy: Policy, critic: Critic | None, problems: list[Problem]) -> None:
+    """The longest prompt, and a whole response after it, have to fit the positions that a model was made for."""
+    needs = [(policy.lm, max(len(p.ids) for p in problems) + cfg.max_response_tokens)]
+    if critic is not None:
+        needs.append((critic.backbone, max(len(p.critic_ids) for p in problems)))
+    for model, tokens in needs:
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if limit and tokens > limit:
+            raise UserError(f"{tokens} tokens, but {model.config.model_type} has {limit} positions: lower "
+                            "--max-response-tokens or --max-prompt-tokens")
 
 
 def check_vocabulary(tok, model: nn.Module, name: str) -> None:
@@ -1251,8 +1276,9 @@ def save(cfg: Config, out: Path, step: int, policy: Policy, critic: Critic | Non
         shutil.rmtree(final, ignore_errors=True)
         os.replace(folder, final)
         flush(out)
-        older = [c for c in reversed(checkpoints(out)) if c.name < final.name]  # newer ones: broken when we resumed
-        for folder in set(checkpoints(out)) - {final, *older[:cfg.keep - 1]}:
+        found = checkpoints(out)
+        older = found[:found.index(final)][::-1]  # the newest first; those after `final` were broken when we resumed
+        for folder in set(found) - {final, *older[:cfg.keep - 1]}:
             shutil.rmtree(folder)
     everyone(None)  # wait for process 0
 
@@ -1271,7 +1297,9 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def checkpoints(out: Path) -> list[Path]:
-    return sorted(p for p in out.glob("checkpoint-*") if p.is_dir())
+    """The run's checkpoints, the oldest first; a checkpoint-best that somebody made is none of them."""
+    found = [p for p in out.glob("checkpoint-*") if p.is_dir() and p.name[11:].isdigit()]
+    return sorted(found, key=lambda p: int(p.name[11:]))
 
 
 def newest_checkpoint(out: Path) -> Path | None:
@@ -1327,7 +1355,8 @@ class StopRequest:
         self.signum = signum
         for again in (signal.SIGINT, signal.SIGTERM):  # torchrun passes the terminal's Ctrl-C on a second time
             signal.signal(again, signal.SIG_DFL if world() == 1 else signal.SIG_IGN)
-        say("stopping after this step" + (" (once more: at once)" if world() == 1 else ""))
+        if rank() == 0:  # not `print`: the signal may have come in the middle of one
+            os.write(2, b"\nstopping after this step" + b" (once more: at once)" * (world() == 1) + b"\n")
 
 
 # ------------------------------------------------------------------------------------------------ 11. command line
@@ -1351,7 +1380,7 @@ def parse(argv: list[str]) -> Config:
         if given.get("out", given["resume"]) != given["resume"]:
             raise UserError("--resume goes on in the run's own folder: leave --out away")
         file = Path(given["resume"]) / "config.json"
-        if not file.is_file():
+        if not file.is_file() or not file.stat().st_size:
             raise UserError(f"--resume {given['resume']}: no run there (no config.json)")
         saved = json.loads(file.read_text()) | {"out": given["resume"]}
         if not saved.keys() <= {f.name for f in dataclasses.fields(Config)}:
@@ -1359,7 +1388,7 @@ def parse(argv: list[str]) -> Config:
     model = given.get("model", saved.get("model", Config.model))
     recipe = next((r for name, r in RECIPES.items() if model.rstrip("/").removesuffix("-Instruct").endswith(name)), {})
     cfg = Config(**{**recipe, **saved, **given})
-    if cfg.critic_warmup >= cfg.steps and "critic_warmup" not in given:
+    if cfg.critic_warmup >= cfg.steps and "critic_warmup" not in saved | given:
         cfg.critic_warmup = cfg.steps // 4  # a recipe's warm-up must leave the policy something
     cfg.check()
     cfg.device = cfg.device or ("cuda" if torch.cuda.is_available() else
@@ -1374,7 +1403,8 @@ def parse(argv: list[str]) -> Config:
 def choose_folder(cfg: Config) -> Path:
     """The run's folder. One that has a run in it is refused unless that run is resumed."""
     name = Path(cfg.model).parent.name if Path(cfg.model).name == "model" else Path(cfg.model).name
-    out = Path(everyone(cfg.out or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")[0])
+    name = f"{name}-{cfg.algorithm}-seed{cfg.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    out = Path(everyone(cfg.out or f"runs/{name}")[0])
     if not cfg.resume and (out / "config.json").exists():
         raise UserError(f"--out {out}: there is a run in this folder; choose another, or go on with it: --resume {out}")
     return out
@@ -1386,7 +1416,9 @@ def begin_folder(cfg: Config, out: Path) -> None:
     if rank() == 0:
         try:
             out.mkdir(parents=True, exist_ok=True)
-            replace_file(out / "config.json", json.dumps(dataclasses.asdict(cfg) | {"resume": ""}, indent=1))
+            (out / "config.json").touch(exist_ok=bool(cfg.resume))  # another run may have begun here while we loaded
+            settings = dataclasses.asdict(cfg) | {"resume": "", "eval_only": False}
+            replace_file(out / "config.json", json.dumps(settings, indent=1))
         except OSError as error:
             raise UserError(f"--out {out}: {error.strerror}") from None
 
@@ -1408,10 +1440,11 @@ def run(argv: list[str]) -> None:
     say(f"{cfg.algorithm} on {cfg.model}, {world()} process(es) on {cfg.device}; folder {out}")
     policy, critic, tok, critic_tok = build(cfg)
     problems, eval_problems = split_problems(cfg, tok, critic_tok)
+    check_lengths(cfg, policy, critic, problems + eval_problems)
     if len(problems) < cfg.batch_size:
         say(f"note: {len(problems)} problems for batches of {cfg.batch_size}: a batch is now all of them")
         cfg.batch_size = max(1, len(problems))
-    if cfg.batch_size < world():
+    if cfg.batch_size < world() and not cfg.eval_only:
         raise UserError(f"--batch-size {cfg.batch_size} for {world()} processes: each needs a prompt at least")
     optimizers = make_optimizers(cfg, policy, critic)
     models = {"policy": policy} | ({"critic": critic} if critic is not None else {})
@@ -1443,6 +1476,7 @@ def whole_json(line: str) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 done, 1 the run failed, 2 bad input, 130/143 stopped by a signal."""
+    code = 0
     try:
         run(sys.argv[1:] if argv is None else argv)
     except (UserError, RunFailed) as error:
@@ -1452,15 +1486,18 @@ def main(argv: list[str] | None = None) -> int:
         tqdm.write("sppo.py: out of GPU memory: lower --sample-batch-tokens (while sampling) or --micro-batch-tokens (in "
                    f"the update), or set --gradient-checkpointing or --critic-layers ({first_line(error)})", sys.stderr)
         return 2
-    except (Stopped, KeyboardInterrupt) as error:
-        signum, message = error.args or (signal.SIGINT, "stopped before the first step; nothing to save")
+    except KeyboardInterrupt:
+        say("stopped before the first step; nothing to save")
+        return 128 + signal.SIGINT
+    except Stopped as stopped:
+        signum, message = stopped.args
         say(message)
-        return 128 + signum
+        code = 128 + signum
     finally:
         verifier.stop()
-        if dist.is_initialized() and sys.exc_info()[0] is None:
-            dist.destroy_process_group()
-    return 0
+    if dist.is_initialized():  # on the two ways that all processes take; after an error of one, it would wait for them
+        dist.destroy_process_group()
+    return code
 
 
 if __name__ == "__main__":

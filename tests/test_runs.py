@@ -138,6 +138,14 @@ def test_eval_only_of_a_run_shows_its_newest_checkpoint_and_changes_nothing(tmp_
     assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == files
 
 
+def test_eval_only_can_be_followed_by_training(tmp_path):
+    out = tmp_path / "run"
+    assert train("--steps", 1, "--out", out, "--eval-only") == 0
+    assert [r["step"] for r in rows_of(out)] == [0]
+    assert sppo.main(["--resume", str(out)]) == 0
+    assert [r["step"] for r in rows_of(out)] == [0, 1]
+
+
 # ------------------------------------------------------------------------------------------------ checkpoints
 
 
@@ -167,6 +175,13 @@ def test_keeps_as_many_as_asked_for(run_of_3):
     assert [p.name for p in sppo.checkpoints(run_of_3)] == [f"checkpoint-{k:06d}" for k in (3, 4, 5, 6)]
     assert sppo.main(["--resume", str(run_of_3), "--steps", "8", "--keep", "6"]) == 0
     assert [p.name for p in sppo.checkpoints(run_of_3)] == [f"checkpoint-{k:06d}" for k in (3, 4, 5, 6, 7, 8)]
+
+
+def test_a_folder_that_only_looks_like_a_checkpoint_is_left_alone(run_of_3):
+    shutil.copytree(run_of_3 / "checkpoint-000002", run_of_3 / "checkpoint-best")
+    assert sppo.newest_checkpoint(run_of_3).name == "checkpoint-000003"
+    assert sppo.main(["--resume", str(run_of_3), "--steps", "4"]) == 0
+    assert (run_of_3 / "checkpoint-best").is_dir() and len(sppo.checkpoints(run_of_3)) == 2
 
 
 def test_a_broken_newer_checkpoint_does_not_push_out_the_whole_one_that_follows(run_of_3):
@@ -341,7 +356,8 @@ def refused(capsys, *flags) -> str:
     ("--prompt-column nosuch", "nosuch"), ("--answer-column a.b", "a.b"), ("--dataset none.jsonl", "none.jsonl"),
     ("--model nothing", "nothing"), ("--model ./no/such", "./no/such"), ("--model tests", "config.json"),
     ("--critic-layers 9", "has 3 layers"), ("--resume no/run", "no run there"), ("--resume toy/model", "not a run"),
-    ("--dataset sppo.py", "not a .jsonl"),
+    ("--dataset sppo.py", "not a .jsonl"), ("--gamma 1.5", "--gamma"), ("--lam nan", "--lam"),
+    ("--max-response-tokens 512", "positions"),
 ])
 def test_bad_flags(capsys, monkeypatch, flags, word):
     monkeypatch.chdir(ROOT)
@@ -358,9 +374,20 @@ def test_out_of_memory_names_the_flags(capsys, monkeypatch, tmp_path):
     assert "--sample-batch-tokens" in refused(capsys, *TINY, "--out", tmp_path / "run")
 
 
-def test_a_recipes_warm_up_leaves_the_policy_some_steps():
+def test_a_recipes_warm_up_leaves_the_policy_some_steps(tmp_path):
     assert sppo.parse(["--steps", "20"]).critic_warmup == 5
-    assert sppo.parse(["--steps", "20", "--critic-warmup", "20"]).critic_warmup == 20
+    asked_for = sppo.parse(["--steps", "20", "--critic-warmup", "20"])
+    assert asked_for.critic_warmup == 20
+    sppo.begin_folder(asked_for, tmp_path)
+    assert sppo.parse(["--resume", str(tmp_path)]).critic_warmup == 20
+
+
+def test_of_two_runs_that_begin_in_one_folder_the_second_is_refused(tmp_path):
+    cfg = sppo.parse(["--out", str(tmp_path / "run")])
+    first, second = sppo.choose_folder(cfg), sppo.choose_folder(cfg)  # both find it empty, then load for a while
+    sppo.begin_folder(cfg, first)
+    with pytest.raises(sppo.UserError, match="File exists"):
+        sppo.begin_folder(cfg, second)
 
 
 @pytest.mark.parametrize("name, content", [
@@ -423,9 +450,12 @@ def test_unusable_rows_are_dropped_counted_and_shown(loaded, capsys):
         {"prompt": None, "answer": "2"}, {"answer": "2"}, {"prompt": "1+2="}, {"prompt": "1+2=", "answer": None},
         {"prompt": "1+2=", "answer": ""}, {"prompt": "1+2=", "answer": "\\frac{1"}, {"prompt": {"a": 1}, "answer": "2"},
         {"prompt": [], "answer": "2"}, {"prompt": "1" * 64 + "=", "answer": "2"}, {"prompt": "9" * 63, "answer": "2"},
-    ]) == [("1+1=", "2"), ("9" * 63, "2")]  # 63 and a newline: just fits
+        {"prompt": float("nan"), "answer": "2"}, {"prompt": "1+\ud800", "answer": "2"}, {"prompt": "1+3=", "answer": "2\ud800"},
+        {"question": " ", "problem": float("nan"), "prompt": "2+2=", "answer": float("inf"), "Answer": 4},
+    ]) == [("1+1=", "2"), ("9" * 63, "2"), ("2+2=", "4")]  # 63 and a newline: just fits
     said = capsys.readouterr().out
-    assert "13 rows, 2 kept, 11 dropped" in said and "5 empty prompt, e.g. row 2" in said
+    assert "17 rows, 3 kept, 14 dropped" in said and "6 empty prompt, e.g. row 2" in said
+    assert "2 broken unicode (half of a character), e.g. row 15" in said
     assert "3 empty answer, e.g. row 6" in said and "1 unreadable answer, e.g. row 9" in said
     assert "1 longer than 64 prompt tokens, e.g. row 12" in said
 

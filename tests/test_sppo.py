@@ -171,7 +171,8 @@ def test_token_level_ppo_values_each_token(critic_loss):
     sppo.advantage(ro, config("", algorithm="ppo", critic_loss=critic_loss, lam=0.5, gamma=0.9))
     for R, V, A, target in zip((1.0, 0.0), ro.value, ro.advantage, ro.critic_target):
         torch.testing.assert_close(A, sppo.gae_advantage(R, V, 0.9, 0.5))
-        torch.testing.assert_close(target, torch.full_like(V, R) if critic_loss == "bce" else A + V)
+        discounted = R * torch.tensor([0.9, 1.0] if len(V) == 2 else [0.81, 0.9, 1.0])
+        torch.testing.assert_close(target, discounted if critic_loss == "bce" else A + V)
 
 
 def test_log_probs_and_entropy_in_closed_form_whole_and_in_chunks():
