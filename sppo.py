@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
 r"""Sequence-Level PPO (SPPO, arXiv 2604.08865): reinforcement learning of reasoning, seen as a contextual bandit.
 
-A problem with a checkable answer needs no token-level Markov decision process. The prompt is the context, the whole
-response is the action, the verifier's verdict is the reward, and the episode ends there:
+A problem with a checkable answer need not be modelled as a token-level Markov decision process. The prompt is the
+context, the whole response is the action, the verifier's verdict is the reward, and the episode ends there:
 
     context    s_p                            the prompt
     action     a = (a_1 ... a_T) ~ pi_old     ONE sampled response per prompt
     reward     R(s_p, a) in {0, 1}            is the boxed answer right?
     value      V_phi(s_p) = sigmoid(v_phi(s_p))   P(the policy solves s_p), from a critic that reads the prompt only
     advantage  A = R - V_phi(s_p)             one number per response, the same for each of its tokens
-    update     J = E_t[ min(r_t A, clip(r_t, 1 - eps, 1 + eps) A) ],  r_t = pi_theta(a_t|s_p,a_<t) / pi_old(a_t|s_p,a_<t)
-    critic     L_V = -E[ R log V + (1 - R) log(1 - V) ],            so that dL_V/dv = V - R = -A
+    update     J = E[ min(r_t A, clip(r_t, 1 - eps, 1 + eps) A) ],  r_t = pi_theta(a_t|s_p,a_<t) / pi_old(a_t|s_p,a_<t)
+               estimated by the mean over all response tokens of a mini-batch
+    critic     L_V = -E[ R log V + (1 - R) log(1 - V) ],  so that for each response dL_V/dv = V - R = -A
 
 Token-level PPO would spread R over thousands of tokens through a per-token critic (GAE); GRPO would sample N responses
 per prompt to get its baseline. SPPO keeps PPO's one response and GRPO's one advantage per response. For each of them
@@ -21,11 +22,13 @@ there is one function below (`--algorithm`), and the rest of the file is shared.
     torchrun --nproc-per-node 8 sppo.py --model DeepSeek-R1-Distill-Qwen-7B --dataset data.parquet
 
 Read in this order: settings, mathematics, rollout, update, training loop: that is the method. Everything after the
-loop is plumbing: evaluation, data, models, processes, checkpoints, the command line. Four small names are used before
-their section: `world()`, `rank()`, `everyone(x)` (the x of each process) and `gathered` (whole weights on each process).
+loop is plumbing: evaluation, data, models, processes, checkpoints, the command line. Some names of the plumbing are
+used before: `world()`, `rank()` and `everyone(x)` (how many processes, which one this is, the x of each of them),
+`gathered` (whole weights on each process), `autocast` (bfloat16 on a GPU), `recomputing` (gradient checkpointing).
 
 Shapes: B responses in a batch, P_i and T_i tokens in prompt and response i, S = padded length, D hidden width,
-V vocabulary, N = sum of T_i = response tokens of a micro-batch, laid end to end (so no loss is ever masked).
+V vocabulary, N = sum of T_i = response tokens of a micro-batch, laid end to end (so no loss is ever masked); a small n
+is a part of them. In formulas V is the value, and N the size of a group in GRPO and RLOO.
 """
 
 import argparse
@@ -187,14 +190,14 @@ def token_log_probs(hidden: torch.Tensor, head: nn.Module, actions: torch.Tensor
 
     hidden [N, D]: the state before each token; head: D -> V logits; actions [N]: the tokens a_t.
     Returns log-probs [N] (float32, with gradient) and entropies [N] in nats (without).
-    A full table of logits [N, V] is most of the memory of such a trainer. Here it exists one chunk of about
+    A full table of logits [N, V] usually dominates the memory of such a trainer. Here it exists one chunk of about
     `chunk_logits` numbers at a time; the backward pass makes each chunk again instead of keeping it.
     """
 
     def one_chunk(hidden, actions):
         log_pi = head(hidden).float().div_(temperature).log_softmax(-1)  # [n, V]
         log_probs = log_pi.gather(-1, actions[:, None])[:, 0]  # [n]
-        with torch.no_grad():  # after the log-probs, because the recomputation in the backward pass stops there
+        with torch.no_grad():  # last, as the recomputation stops at the last tensor that the backward pass needs
             return log_probs, -(log_pi.exp() * log_pi).sum(-1)  # [n], [n]
 
     size = max(1, chunk_logits // head.weight.shape[0])
@@ -207,9 +210,8 @@ def token_log_probs(hidden: torch.Tensor, head: nn.Module, actions: torch.Tensor
 def sppo_advantage(R: torch.Tensor, V: torch.Tensor) -> torch.Tensor:
     """SPPO: A(s_p, a) = R(s_p, a) - V_phi(s_p).  [B], [B] -> [B]
 
-    V depends on the prompt alone, so it leaves the policy gradient unbiased; and E[A^2] = p (1 - p) + (p - V)^2 is least
-    where V is the solve rate p = P(R = 1 | s_p), which is what the critic learns. No division by a spread: a prompt
-    that is always solved has A = 0, not 0/0.
+    V depends on the prompt alone, so it leaves the gradient of E[R] unbiased; and E[A^2] = p (1 - p) + (p - V)^2 is
+    least where V is the solve rate p = P(R = 1 | s_p), which is what the critic learns. Nothing is divided by a spread.
     """
     return R - V
 
@@ -217,7 +219,8 @@ def sppo_advantage(R: torch.Tensor, V: torch.Tensor) -> torch.Tensor:
 def gae_advantage(R: float, V: torch.Tensor, gamma: float, lam: float) -> torch.Tensor:
     """Token-level PPO: A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = R_t + gamma V_{t+1} - V_t.  V [T] -> [T]
 
-    R_t is 0 before the last token and R there. With lam < 1 token t sees R through a factor (gamma lam)^(T - t).
+    R_t is 0 before the last token and R there; V after the last token is 0, as the episode has ended. With lam < 1
+    token t sees R through a factor (gamma lam)^(T - t).
     """
     advantage, A, T = torch.zeros_like(V), 0.0, len(V)
     for t in reversed(range(T)):
@@ -319,8 +322,8 @@ def sample(ro: Rollout, policy: Policy, tok, cfg: Config, greedy: bool = False) 
     """a ~ pi_old(. | s_p): one response for each prompt, from the policy's distribution and nothing else.
 
     No top-k, top-p or repetition penalty, whatever the checkpoint recommends: the ratio r_t is about pi, so pi is what
-    must be sampled. Short answers do not wait for long ones: whenever half of the rows have ended, the others are
-    gathered and go on in a smaller batch (their beginnings are read again, which is one parallel pass).
+    must be sampled. Short answers do not wait for long ones: whenever half of the rows have ended, the others go on as
+    a smaller batch (their beginnings are read again, which is one parallel pass).
     (tok.end_ids and tok.pad_id are ours: `build` works them out.)
     """
     width = max(len(p.ids) for p in ro.problems) + cfg.max_response_tokens if ro.problems else 1
@@ -365,7 +368,7 @@ def generate(lm, tok, begun: list[torch.Tensor], budget: int, temperature: float
 
 
 class HalfDone:
-    """Stops `generate` for all rows once half of them have ended (checked every 16 tokens, from 32 rows up)."""
+    """Stops `generate` for all rows once half of them have ended (looked at every 16 tokens, if at least 32 rows run)."""
 
     def __init__(self, end_ids: torch.Tensor, start: int):
         self.end_ids, self.start = end_ids, start
@@ -381,7 +384,7 @@ class HalfDone:
 
 def verify(ro: Rollout) -> None:
     """R(s_p, a) in {0, 1}: is the answer in the last box the right one? A response that never ended earns 0."""
-    # Some templates open the thinking part at the end of the prompt; the verifier has to see that it is open.
+    # Some templates open the thinking part at the end of the prompt; unseen, a box in unfinished thinking would pay.
     opened = ["<think>" if p.text.rstrip().endswith("<think>") else "" for p in ro.problems]
     verdicts = verifier.grade([o + t for o, t in zip(opened, ro.texts)], [p.gold for p in ro.problems])
     ro.reasons = ["cut off" if cut else reason for cut, (_, reason) in zip(ro.cut, verdicts)]
@@ -391,7 +394,8 @@ def verify(ro: Rollout) -> None:
 def critic_inputs(ro: Rollout, cfg: Config) -> tuple[list[torch.Tensor], list[int]]:
     """What the critic reads for each response, and at how many of its last positions it is asked for a value.
 
-    SPPO: the prompt, once, at its last token. Token-level PPO: the state before each response token.
+    SPPO: the prompt, once, at its last token. Token-level PPO: the state before each response token a_t, which ends at
+    a_{t-1} (before a_1: at the last prompt token), so the last token itself is never read.
     """
     if cfg.algorithm == "ppo":
         return ([torch.cat([p.ids, a[:-1]]) for p, a in zip(ro.problems, ro.responses)], list(map(len, ro.responses)))
@@ -470,8 +474,11 @@ def pad_groups(groups: list[list[int]]) -> list[list[int]]:
 
 
 def remember_old_log_probs(policy: Policy, ro: Rollout, cfg: Config, rows: list[int]) -> None:
-    """log pi_old(a_t | s_p, a_<t) of the mini-batches after the first (`policy_step` keeps the first one's own), by the
-    same forward pass as the update's. (The sampler's numbers come from other kernels and differ in the last digits.)"""
+    """log pi_old(a_t | s_p, a_<t) for the mini-batches after the first, by the same function as the update's.
+
+    The first needs no extra pass: its new log-probs are its old ones, see `policy_step`. (The sampler's own numbers
+    come from other kernels and differ in the last digits.)
+    """
     lengths = [len(p.ids) + len(a) for p, a in zip(ro.problems, ro.responses)]
     with torch.no_grad():
         for group in micro_batches(lengths, cfg.micro_batch_tokens, rows) or [[]]:  # [[]]: see `update`
@@ -547,15 +554,19 @@ def optimizer_step(model: nn.Module, optimizer, cfg: Config, stats: Counter, nam
 
 
 def update(policy: Policy, critic: Critic | None, optimizers: dict, ro: Rollout, cfg: Config, step: int) -> Counter:
-    """Mini-batch by mini-batch: one critic step on L_V, then one clipped policy step. Returns sums for the metrics."""
+    """Mini-batch by mini-batch: one critic step on L_V, then one clipped policy step. Returns sums for the metrics.
+
+    Two networks, and A is fixed by now: in which order they take turns makes no difference.
+    """
     stats = Counter()
-    place = [i // cfg.copies * world() + rank() for i in range(len(ro.problems))]  # of row i's prompt in the whole batch
+    # place[i]: which prompt of the whole batch row i belongs to; prompts were dealt to the processes in turn
+    place = [i // cfg.copies * world() + rank() for i in range(len(ro.problems))]
     minis = [[i for i, k in enumerate(place) if first <= k < first + cfg.mini_batch_size]
              for first in range(0, cfg.batch_size, cfg.mini_batch_size)]
     ro.old_log_probs = [None] * len(ro.problems)
     policy_learns = critic is None or step > cfg.critic_warmup
-    # Several processes do this even without rows: FSDP fetches weights in the order of the forward passes before, which
-    # has to be the same everywhere.
+    # Several processes do this even without rows: FSDP fetches weights ahead, in the order of earlier forward passes,
+    # so every process must have run the same ones.
     if policy_learns and (len(minis) > 1 or world() > 1):
         with gathered(policy):
             remember_old_log_probs(policy, ro, cfg, sum(minis[1:], []))
@@ -624,8 +635,8 @@ def set_rates(optimizers: dict, cfg: Config, step: int) -> None:
 def batch_of(problems: list[Problem], cfg: Config, step: int) -> list[Problem]:
     """This process's share of the batch of a step, each prompt group_size times where the algorithm wants groups.
 
-    The data is an endless row of shuffles, one an epoch; step k takes the k-th batch of it. So the step number alone
-    says where the data stands, and resuming needs nothing else.
+    The data is an endless sequence of shuffles, one per epoch; step k takes the k-th batch of it. So the step number
+    alone says where the data stands, and resuming needs nothing else.
     """
     places = range((step - 1) * cfg.batch_size, step * cfg.batch_size)[rank()::world()]
     orders = {e: torch.randperm(len(problems), generator=torch.Generator().manual_seed(cfg.seed * 100_003 + e)).tolist()
@@ -644,7 +655,7 @@ def greedy_reward(ro: Rollout, policy: Policy, tok, cfg: Config) -> torch.Tensor
 def metrics(ro: Rollout, stats: Counter, clock: "Clock") -> dict:
     """The row of metrics.jsonl for one step, over the batches of all processes. Each key is explained in the README."""
     A = torch.stack([a.mean() for a in ro.advantage]) if ro.advantage else torch.empty(0)
-    V = torch.stack([V_i[0] for V_i in ro.value]) if ro.value else ro.reward - A
+    V = torch.stack([V_i[0] for V_i in ro.value]) if ro.value else torch.empty(0)
     mine = [ro.reward.tolist(), V.tolist(), A.tolist(), [len(a) for a in ro.responses], ro.cut, ro.reasons]
     R, V, A, length, cut, reasons = (sum(parts, []) for parts in zip(*everyone(mine)))
     R, V, A = torch.tensor(R), torch.tensor(V), torch.tensor(A)
@@ -653,11 +664,11 @@ def metrics(ro: Rollout, stats: Counter, clock: "Clock") -> dict:
     ratio_max = max(s["ratio_max"] for s in all_stats)
     tokens, spread, mean_R = max(1, stats["tokens"]), R.var(correction=0), R.mean()
     entropy = lambda p: torch.special.entr(p) + torch.special.entr(1 - p)  # of a coin that shows 1 with probability p
-    row = dict(reward=mean_R, value=V.mean(), advantage_std=A.std(correction=0))
-    if ro.value:
+    row = dict(reward=mean_R, value=None, advantage_std=A.std(correction=0))
+    if len(V):
         p = V.clamp(1e-6, 1 - 1e-6)
-        row |= dict(value_bce=-(R * p.log() + (1 - R) * (1 - p).log()).mean(), value_bce_constant=entropy(mean_R),
-                    value_bce_floor=entropy(p).mean(),
+        row |= dict(value=V.mean(), value_bce=-(R * p.log() + (1 - R) * (1 - p).log()).mean(),
+                    value_bce_constant=entropy(mean_R), value_bce_floor=entropy(p).mean(),
                     explained_variance=1 - (R - V).var(correction=0) / spread if spread > 0 else None)
     row |= dict(ratio_mean=stats["ratio"] / tokens if stats["tokens"] else 1.0,
                 ratio_max=ratio_max if stats["tokens"] else 1.0, clip_share=stats["clipped"] / tokens,
@@ -723,7 +734,8 @@ class Log:
         if ro is None:
             return
         self.bar.update()
-        self.bar.set_postfix_str(f"R {row['reward']:.2f} V {row['value']:.2f} kl {row['kl']:.4f} "
+        critic = f"V {row['value']:.2f} ev {row['explained_variance'] or 0:.2f} " if row["value"] is not None else ""
+        self.bar.set_postfix_str(f"R {row['reward']:.2f} {critic}kl {row['kl']:.4f} "
                                  f"{row['response_tokens']:.0f} tok/answer {row['tokens_per_second']:.0f} tok/s")
         if ro.problems and (row["step"] == 1 or row["step"] % self.cfg.show_every == 0):
             self.bar.write(describe_sample(ro, row["step"]))
@@ -907,7 +919,7 @@ def pick(row: dict, column: str):
 
 def first_filled(row: dict, columns: tuple[str, ...]):
     """The first of these columns that has something in it: neither None nor blank, and no NaN or infinity."""
-    empty = lambda x: x is None or (not x.strip() if isinstance(x, str) else isinstance(x, float) and not math.isfinite(x))
+    empty = lambda x: not x.strip() if isinstance(x, str) else x is None or isinstance(x, float) and not math.isfinite(x)
     return next((x for x in (pick(row, c) for c in columns) if not empty(x)), None)
 
 

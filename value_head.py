@@ -15,7 +15,7 @@ class Critic(nn.Module):
     """A transformer without a language-model head, and one linear map from a hidden state to the logit v.
 
     backbone: what `transformers.AutoModel` loads. The map starts at zero, so that an untrained V is 0.5 everywhere:
-    a critic that knows nothing says so, and no prompt starts with a random preference.
+    no prompt starts with a random preference. (`start_at` then moves all of them to the accuracy just measured.)
     """
 
     def __init__(self, backbone: nn.Module):
@@ -45,8 +45,8 @@ class Critic(nn.Module):
 def value_loss(v: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """L_V(phi) = -[R log V + (1 - R) log(1 - V)], one number a row: v [n] logits, target [n] in [0, 1] -> [n].
 
-    Taken on the logit, where it cannot overflow. Its gradient is dL/dv = V - R = -A: the critic learns exactly as
-    much from a response as the policy does, and it stops where V is the solve rate P(R = 1 | s_p).
+    Taken on the logit, where it cannot overflow. Its gradient is dL/dv = V - R = -A: the surprise that moves
+    the policy moves the critic. On average that is V - p, so it stops where V is the solve rate p = P(R = 1 | s_p).
     """
     return F.binary_cross_entropy_with_logits(v, target, reduction="none")
 
