@@ -25,20 +25,20 @@ RUNS = {  # what is drawn in runs.png: flags on top of the toy's recipe
 
 
 def by_hand(problem: int = 6) -> None:
-    """Follows one response of the toy; every number is printed where the tutorial shows it."""
+    """Follows two responses to one prompt, a right one and one with a single mistake, from ids to the step's effect."""
     cfg = sppo.parse(["--device", "cpu", "--lr", "1e-4", "--batch-size", "1", "--mini-batch-size", "1",
                       "--critic-warmup", "0"])
     policy, critic, tok, critic_tok = sppo.build(cfg)
     problems = sppo.load_problems(cfg.eval_dataset, "test", cfg, tok, critic_tok)
     critic.start_at(0.57)
-    for wanted in (1, 0):
+    for wanted, part in ((1, ""), (0, "45-19=26")):  # the wrong one forgets the carry, and goes on correctly
         seed = 0
-        while True:  # the first seed whose response is right, then the first whose response is wrong
+        while True:
             sppo.seed_everything(seed, 1)
             ro = sppo.Rollout([problems[problem]])
             sppo.sample(ro, policy, tok, cfg)
             sppo.verify(ro)
-            if ro.reward.item() == wanted:
+            if ro.reward.item() == wanted and part in ro.texts[0]:
                 break
             seed += 1
         sppo.value(ro, critic, cfg)
@@ -50,8 +50,11 @@ def by_hand(problem: int = 6) -> None:
         sppo.policy_step(policy, optimizer, ro, cfg, [0], sppo.Counter())
         after = sppo.policy_forward(policy, ro, [0])[0].detach()
         policy.load_state_dict(start)
+        P, T = len(ro.problems[0].ids), len(ro.responses[0])
         print(f"prompt    {ro.problems[0].text!r}   ids {ro.problems[0].ids.tolist()}   gold {ro.problems[0].gold}\n"
-              f"response  {ro.texts[0]!r}   {len(ro.responses[0])} tokens, end token included\n"
+              f"response  {ro.texts[0]!r}   {T} tokens, end token included\n"
+              f"one row of {P + T} ids: the response stands in columns {P} to {P + T - 1}; the states in columns {P - 1} to "
+              f"{P + T - 2} predict it\n"
               f"R = {ro.reward.item():.0f}   V = {torch.cat(ro.value).item():.2f}   "
               f"A = R - V = {ro.advantage[0][0].item():+.2f}, for each token")
         unsure = [t for t in range(len(before)) if before[t] < -0.01][:9]
