@@ -71,17 +71,23 @@ def race(folder: Path, name: str, lr: str, seed: int) -> Path:
                  "--save-every", "15", *flags)
 
 
-def still(folder: Path, steps: int, algorithm: str) -> Path:
+def make_chain(folder: Path, steps: int) -> Path:
+    """A toy whose problems all have so many steps."""
+    toy = folder / f"chain-{steps}"
+    if not (toy / "model").exists():
+        print(f"making {toy.name}", flush=True)
+        subprocess.run([sys.executable, str(ROOT / "toy/make_toy.py"), "--out", str(toy), "--min-steps", str(steps),
+                        "--max-steps", str(steps), "--wrong-rate", str(CHAINS[steps]), "--train", "1000",
+                        "--test", "100"], check=True, capture_output=True)
+    return toy
+
+
+def still(folder: Path, steps: int, algorithm: str, toy=None) -> Path:
     """A critic trained for 60 steps of 256 responses beside a policy that does not move; steps 0: the toy itself."""
     flags = ["--algorithm", algorithm, "--lr", "0", "--steps", "60", "--batch-size", "256", "--mini-batch-size", "64",
              "--eval-every", "60", "--save-every", "60", "--critic-lr", "1e-3", "--critic-warmup", "60"]
     if steps:
-        toy = folder / f"chain-{steps}"
-        if not (toy / "model").exists():
-            print(f"making {toy.name}", flush=True)
-            subprocess.run([sys.executable, str(ROOT / "toy/make_toy.py"), "--out", str(toy), "--min-steps", str(steps),
-                            "--max-steps", str(steps), "--wrong-rate", str(CHAINS[steps]), "--train", "1000",
-                            "--test", "100"], check=True, capture_output=True)
+        toy = toy.result()
         flags += ["--model", str(toy / "model"), "--dataset", str(toy / "train.jsonl"), "--eval-dataset",
                   str(toy / "test.jsonl"), "--instruction", "", "--max-response-tokens", str(12 * steps + 12)]
     return train(folder, f"still-{steps}-{algorithm}", *flags)
@@ -330,7 +336,8 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     pool = ThreadPoolExecutor(args.jobs)
-    stills = {} if args.quick else {(n, a): pool.submit(still, args.out, n, a) for n in (0, *CHAINS)
+    toys = {} if args.quick else {n: pool.submit(make_chain, args.out, n) for n in CHAINS}
+    stills = {} if args.quick else {(n, a): pool.submit(still, args.out, n, a, toys.get(n)) for n in (0, *CHAINS)
                                     for a in ("sppo", "ppo")}
     rates = {name: lr for name, (_, _, lr) in ALGORITHMS.items()}
     if not args.quick:
