@@ -311,7 +311,7 @@ def write_csv(curves: dict, values: dict, found: dict, file: Path) -> None:
         table.writerow(["picture", "series", "run", "x", "y", "seconds"])
         for (name, lr), runs in curves.items():
             for seed, points in enumerate(runs):
-                table.writerows(["compare", name, f"lr {lr} seed {seed}", n, f"{a:.4f}", f"{s:.2f}"]
+                table.writerows(["compare", name, f"lr {lr} seed {seed}", n, f"{a:.6f}", f"{s:.2f}"]
                                 for n, s, a in points)
         for name, (V, rate) in values.items():
             table.writerows(["value", name, "", f"{v:.4f}", f"{r:.4f}", ""] for v, r in zip(V.tolist(), rate.tolist()))

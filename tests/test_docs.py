@@ -1,7 +1,9 @@
 """README.md and tutorial.md may only quote code that exists, name flags and functions that exist, and link somewhere."""
 
+import csv
 import dataclasses
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -54,3 +56,21 @@ def test_tests_named_in_the_readme_exist():
     tests = "\n".join(p.read_text() for p in (ROOT / "tests").glob("test_*.py"))
     for name in re.findall(r"`(test_\w+)`", (ROOT / "README.md").read_text()):
         assert f"def {name}(" in tests, name
+
+
+def test_the_readmes_comparison_is_that_of_the_csv():
+    rows = {line.split(" | ")[0][2:]: line for line in (ROOT / "README.md").read_text().splitlines() if line[:2] == "| "}
+    runs = {}
+    for row in csv.DictReader(open(ROOT / "assets/compare.csv")):
+        if row["picture"] == "compare":
+            runs.setdefault(row["series"], {}).setdefault(row["run"], []).append(float(row["y"]))
+    assert len(runs) == 8
+    for name, curves in runs.items():
+        for values in ([c[-1] for c in curves.values()], [statistics.mean(c) for c in curves.values()]):
+            assert f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}" in rows[name], name
+
+
+def test_the_pages_speak_of_the_toys_recipe():
+    warmup = sppo.RECIPES["toy/model"]["critic_warmup"]
+    assert f"first {warmup} steps" in (ROOT / "README.md").read_text()
+    assert f"{warmup} steps alone" in (ROOT / "tutorial.md").read_text()
