@@ -123,9 +123,9 @@ def main() -> None:
     fig.savefig(assets / "gae.png", dpi=100, facecolor="white")
 
     runs = {name: run(name, flags, args.runs) for name, flags in RUNS.items()}
-    keys = {"R and V": ("reward", "value"), "entropy, nats a token": ("entropy",),
+    keys = {"R and V": ("reward", "value"), "entropy, nats per token": ("entropy",),
             "critic's loss, nats": ("value_bce", "value_bce_constant"), "shares": ("clip_share", "cut_share")}
-    fig, axes = figure(len(keys), len(runs), sharey="row")
+    fig, axes = figure(len(keys), len(runs), sharex="col", sharey="row")
     for number, (column, (name, rows)) in enumerate(zip(axes.T, runs.items())):
         rows = [r for r in rows if "reward" in r]
         for ax, (label, names) in zip(column, keys.items()):
