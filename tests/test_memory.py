@@ -93,7 +93,8 @@ linux_only = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="
 
 
 @linux_only
-@pytest.mark.parametrize("critic_layers, checkpointing", [(0, False), (1, True)])
+@pytest.mark.parametrize("critic_layers, checkpointing", [
+    (0, False), pytest.param(1, True, marks=pytest.mark.soak)])
 def test_plan_is_right_for_a_few_layers(critic_layers, checkpointing):
     measured, planned = measure(4, 20_000, critic_layers, checkpointing, response=16)
     assert abs(measured / planned - 1) < 0.15, (measured / GB, planned / GB)
