@@ -376,8 +376,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="about a minute: smaller, fewer repetitions")
     parser.add_argument("--model", default="", help="model folder for sampling, updates (default: small, random)")
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between them")
+    parser.add_argument("--only", default=",".join(PARTS), help=f"parts, with commas between them: {', '.join(PARTS)}")
     args = parser.parse_args()
+    if unknown := set(args.only.split(",")) - set(PARTS):
+        parser.error(f"--only {', '.join(sorted(unknown))}: the parts are {', '.join(PARTS)}")
     print(f"{DEVICE}, {torch.get_num_threads()} thread(s), torch {torch.__version__}\n{'':66}{'ratio':>8}  goal")
     for part in args.only.split(","):
         random.seed(0)
