@@ -595,8 +595,7 @@ def train(cfg: Config, policy: Policy, critic: Critic | None, optimizers: dict, 
     for step in range(start + 1, cfg.steps + 1):
         seed_everything(cfg.seed, step)
         set_rates(optimizers, cfg, step)
-        clock = Clock()
-        ro = Rollout(batch_of(problems, cfg, step))
+        clock, ro = Clock(), Rollout(batch_of(problems, cfg, step))
         with gathered(policy, critic):
             with clock("sample"):
                 sample(ro, policy, tok, cfg)  # a ~ pi_old(. | s_p)
