@@ -1097,7 +1097,7 @@ def build(cfg: Config):
             raise UserError(str(error)) from None
     for model in filter(None, (lm, critic and critic.backbone)):
         if cfg.gradient_checkpointing:
-            old_name = model.gradient_checkpointing_enable  # until transformers 5.23
+            old_name = model.gradient_checkpointing_enable  # in older releases of transformers
             getattr(model, "activation_checkpointing_enable", old_name)({"use_reentrant": False})
     policy, critic = (shard(m, cfg) for m in (policy, critic))
     return policy, critic, tok, critic_tok
