@@ -754,6 +754,16 @@ def test_exception_in_one_process_ends_both(tmp_path, where):
 
 
 @pytest.mark.soak
+def test_two_processes_evaluate_without_a_row_to_train_on(tmp_path):
+    file = tmp_path / "one.jsonl"
+    file.write_text('{"prompt": "1+1=", "answer": 2}\n')
+    process = torchrun(ROOT / "sppo.py", *TINY, "--dataset", file, "--eval-dataset", file, "--eval-only", "--out",
+                       tmp_path / "run")
+    code, _, errors = outcome(process, 90)
+    assert code == 0, errors
+
+
+@pytest.mark.soak
 def test_interrupted_torchrun_saves(tmp_path):
     """A terminal's Ctrl-C reaches every process, and torchrun passes it on once more."""
     out = tmp_path / "run"
