@@ -281,8 +281,8 @@ def finish(process, seconds=60) -> int:
     return process.exitcode
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.soak)])
-def test_killed_and_resumed_ends_where_the_unkilled_ends(tmp_path, kills):
+@pytest.mark.soak
+def test_killed_and_resumed_ends_where_the_unkilled_ends(tmp_path, kills=20):
     steps, rng = 8 * kills, random.Random(kills)  # more than are done in the meantime
     flags = [*TINY, *LEARN, "--steps", steps, "--save-every", 1, "--eval-every", 5]
     assert sppo.main([*map(str, flags), "--out", str(tmp_path / "whole")]) == 0
